@@ -595,6 +595,8 @@ class MachineFault(Document):
     run: str
     sentence: str
     certainty: Certainty
+    left: bool = False
+    """Whether its node was asked to leave that run."""
 
 
 class NodeHealth(Document):

@@ -33,7 +33,9 @@ _TIMES: Final = 3
 CHANCE: Final = 0.25
 """As likely as this may chance alone strike one node again and again, for that node to be suspected."""
 SICK: Final = 2
-"""Faults of a machine after which later runs do not start there: in as many runs, or beyond doubt."""
+"""Runs in which a machine has failed, after which others do not start there."""
+MOST_EVIDENCE: Final = 12
+"""Lines of evidence; the rest are counted."""
 FULL: Final = 0.97
 """The part of a machine's memory from which the loss of its node is put down to memory."""
 FRESH_S: Final = 120.0
@@ -46,8 +48,9 @@ class Case:
     """All that is known when an incident is judged.
 
     ``clues``: those of all nodes, of this incident; ``older``: of earlier rounds. ``before``: earlier incidents of the
-    run, newest first. ``nodes``: the members of the round. ``health``: what the nodes have published last, those that
-    are gone too. ``least``: the fewest nodes that the run may have; ``limit``: its ``failure_limit``.
+    run, newest first. ``nodes``: the members of the round that ended, and of the next; ``members``: those that train
+    now. ``health``: what the nodes have published last, those that are gone too. ``least``: the fewest nodes that the
+    run may have, in groups of ``group``; ``limit``: its ``failure_limit``.
     """
 
     incident: Incident
@@ -56,7 +59,9 @@ class Case:
     nodes: Sequence[str] = ()
     older: Sequence[Clue] = ()
     health: Mapping[str, NodeHealth] = field(default_factory=dict)
+    members: Sequence[str] = ()
     least: int = 1
+    group: int = 1
     limit: int = 3
 
 
@@ -75,14 +80,19 @@ class _Finding:
     signature: str = ""
     evidence: tuple[str, ...] = ()
     machine: bool = False
-    """Whether a second fault of this kind on the node, at another batch, speaks against its machine."""
+    """Whether more faults of this kind on the node, at other batches, speak against its machine: native code does the
+    same on all machines, while an exception may come from what one rank alone does."""
+    alike: bool = False
+    """Whether the same on all nodes speaks against the script."""
 
 
 def judge(case: Case) -> Verdict:
     """The verdict on ``case.incident``."""
     found = _first_sight(case)
     found, advice, told = _compared(case, found)
-    evidence = tuple(dict.fromkeys((*found.evidence, *told)))
+    lines = list(dict.fromkeys((*told, *found.evidence)))
+    more = [f"and {len(lines) - MOST_EVIDENCE} more"] if len(lines) > MOST_EVIDENCE else []
+    evidence = (*lines[:MOST_EVIDENCE], *more)
     return Verdict(
         culprit=found.culprit,
         advice=advice,
@@ -96,11 +106,11 @@ def judge(case: Case) -> Verdict:
     )
 
 
-def sick(faults: Iterable[MachineFault]) -> list[MachineFault]:
-    """The faults for which a machine is left out of new runs; none while they may be chance."""
+def sick(faults: Iterable[MachineFault], run: str) -> list[MachineFault]:
+    """The faults for which a machine is kept out of ``run``: of that run, which has left it out, or of two others."""
     known = sorted(faults, key=lambda each: each.wall)
-    beyond_doubt = [each for each in known if each.certainty is Certainty.CERTAIN]
-    return known if len({each.run for each in known}) >= SICK or len(beyond_doubt) >= SICK else []
+    left = any(each.left and each.run == run for each in known)
+    return known if left or len({each.run for each in known}) >= SICK else []
 
 
 # ---- this incident
@@ -116,7 +126,7 @@ def _first_sight(case: Case) -> _Finding:
     ended = [each for each in own if each.kind in _ENDED]
     if _closed(incident) and not any(each.rank >= 0 for each in ended):
         ended = _last_failure(case) or ended
-    if logged := [each for each in own if each.kind is ClueKind.KERNEL and _concerns(case, each, ended)]:
+    if logged := [each for each in own if each.kind is ClueKind.KERNEL and _explains(case, each, ended)]:
         return _read(case, [*logged, *ended])
     if ended:
         return _read(case, ended)
@@ -159,8 +169,11 @@ def _last_failure(case: Case) -> list[Clue]:
     return sorted((each for each in failed if each.step == step), key=lambda each: each.round)[-1:]
 
 
-def _concerns(case: Case, logged: Clue, ended: Sequence[Clue]) -> bool:
-    """Whether a line of a kernel's log belongs to this incident: its node failed, in a way that fits."""
+def _explains(case: Case, logged: Clue, ended: Sequence[Clue]) -> bool:
+    """Whether a line of a kernel's log explains this incident: its node failed, and by no exception of Python alone."""
+    own = [each for each in ended if each.node == logged.node]
+    if own and all(each.types and not _DEVICE.search(each.text) for each in own):
+        return False
     struck = {each.node for each in ended} | {*case.incident.nodes}
     if kernel_culprit(logged.text) is Culprit.MEMORY:
         killed = {each.node for each in ended if each.kind is ClueKind.SIGNAL and each.code == -signal.SIGKILL}
@@ -192,7 +205,8 @@ def _noted(case: Case) -> _Finding:
     likely, certain = Certainty.LIKELY, Certainty.CERTAIN
     match incident.kind:
         case "audit_mismatch":
-            return _Finding(Culprit.MACHINE, incident.reason, certain, nodes, ranks, signature="wrong result")
+            sure = certain if len(nodes) == 1 else Certainty.POSSIBLE  # of two it may be either
+            return _Finding(Culprit.MACHINE, incident.reason, sure, nodes, ranks, signature="wrong result")
         case "straggler" | "node_unfit":
             return _Finding(Culprit.MACHINE, incident.reason, likely, nodes, ranks, signature=incident.kind)
         case "ranks_differ":
@@ -231,10 +245,10 @@ def _read(case: Case, clues: Sequence[Clue]) -> _Finding:
     if found.culprit is Culprit.SCHEDULER and case.incident.nodes:
         return replace(found, nodes=case.incident.nodes, ranks=case.incident.ranks)  # the others end because of it
     everywhere = len(case.nodes) > 1 and set(nodes) >= set(case.nodes)
-    if everywhere and found.machine:  # not all machines fail at once, in one way
+    if everywhere and found.alike:  # not all machines fail at once, in one way
         culprit = found.culprit if found.culprit is not Culprit.MACHINE else Culprit.SCRIPT
         told = f"all {len(case.nodes)} nodes of the round report it alike"
-        return replace(found, culprit=culprit, certainty=Certainty.CERTAIN, machine=False, evidence=(*evidence, told))
+        return replace(found, culprit=culprit, certainty=Certainty.CERTAIN, machine=False, evidence=(told, *evidence))
     if first.kind is ClueKind.SIGNAL and first.code == -signal.SIGKILL and not first.memory:
         return _killed_of_memory(case, found, first)
     return found
@@ -256,11 +270,14 @@ def _killed_of_memory(case: Case, found: _Finding, clue: Clue) -> _Finding:
 
 # ---- what one clue says
 
-_HARDWARE = re.compile(
-    r"uncorrectable|\bECC error|\bXid\b|GPU is lost|fallen off the bus|[Mm]achine check|Hardware Error|"
-    r"NVLink\b.*?(?:error|fail|fault|down)|"
-    r"no CUDA-capable device|hardware error|CUDA error: unknown error|device kernel image is invalid"
+_DEVICE = re.compile(r"CUDA|NCCL|HIP |cudnn|cublas|AcceleratorError|Input/output error|Bus error")
+"""An exception that may come from a device."""
+_HARDWARE = re.compile(r"uncorrectable|\bECC error|GPU is lost|fallen off the bus|[Mm]achine check|\[Hardware Error\]")
+_BROKEN = re.compile(
+    r"NVLink\b.*?(?:error|fail|fault|down)|no CUDA-capable device|CUDA error: unknown error|hardware error|"
+    r"device kernel image is invalid|CUDA driver initialization failed|CUDA driver version is insufficient"
 )
+"""As likely the driver or what is installed."""
 _MEMORY = re.compile(r"[Oo]ut of memory|OutOfMemory|MemoryError|[Cc]annot allocate memory|can't allocate memory|ENOMEM")
 _STORAGE = re.compile(
     r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota|Remote I/O error|"
@@ -295,7 +312,7 @@ def _of_clue(clue: Clue) -> _Finding:
         batch=clue.batch,
         step=clue.step,
         evidence=(clue.text,),
-        machine=True,
+        alike=True,
     )
     match clue.kind:
         case ClueKind.KERNEL:
@@ -319,14 +336,14 @@ def _of_kernel(found: _Finding, text: str) -> _Finding:
 def _of_unreached(found: _Finding, clue: Clue) -> _Finding:
     nodes = tuple(sorted({clue.node, *clue.others}))
     return replace(
-        found, culprit=Culprit.NETWORK, certainty=Certainty.LIKELY, nodes=nodes, signature="unreached", machine=False
+        found, culprit=Culprit.NETWORK, certainty=Certainty.LIKELY, nodes=nodes, signature="unreached", alike=False
     )
 
 
 def _of_hang(found: _Finding, clue: Clue) -> _Finding:
     """By what the process did, or could not do."""
     if clue.state == "stopped":
-        return replace(found, culprit=Culprit.OUTSIDE, certainty=Certainty.LIKELY, signature="stopped", machine=False)
+        return replace(found, culprit=Culprit.OUTSIDE, certainty=Certainty.LIKELY, signature="stopped", alike=False)
     if clue.state == "disk sleep":
         return replace(found, culprit=Culprit.STORAGE, certainty=Certainty.LIKELY, signature="hang in disk sleep")
     by_place = {
@@ -350,10 +367,10 @@ def _of_signal(found: _Finding, clue: Clue) -> _Finding:
         culprit = Culprit.MEMORY if name == "SIGBUS" and _SHARED_MEMORY.search(clue.text) else Culprit.SCRIPT
         if clue.place is Place.DATA:
             culprit = Culprit.DATA
-        return replace(found, culprit=culprit)
+        return replace(found, culprit=culprit, machine=clue.place is not Place.DATA)
     if name in _ASKED:
-        return replace(found, culprit=Culprit.SCHEDULER, certainty=Certainty.LIKELY, machine=False)
-    return replace(found, culprit=Culprit.OUTSIDE, machine=False)
+        return replace(found, culprit=Culprit.SCHEDULER, certainty=Certainty.LIKELY, alike=False)
+    return replace(found, culprit=Culprit.OUTSIDE, alike=False)
 
 
 def _of_exit(found: _Finding, clue: Clue) -> _Finding:
@@ -363,8 +380,10 @@ def _of_exit(found: _Finding, clue: Clue) -> _Finding:
     likely, certain = Certainty.LIKELY, Certainty.CERTAIN
     if _HARDWARE.search(said):
         return replace(found, culprit=Culprit.MACHINE, certainty=certain, signature="hardware")
+    if _BROKEN.search(said):
+        return replace(found, culprit=Culprit.MACHINE, certainty=likely, signature="device", alike=True)
     if _MEMORY.search(said):
-        return replace(found, culprit=Culprit.MEMORY, certainty=certain, signature="out of memory", machine=False)
+        return replace(found, culprit=Culprit.MEMORY, certainty=certain, signature="out of memory", alike=False)
     if clue.place is Place.COMPILER or _COMPILER.search(said):
         return replace(found, culprit=Culprit.COMPILER, certainty=likely)
     if _STORAGE.search(said):
@@ -372,13 +391,13 @@ def _of_exit(found: _Finding, clue: Clue) -> _Finding:
     if clue.place is Place.STORAGE:
         return replace(found, culprit=Culprit.STORAGE, certainty=likely)
     if _NETWORK.search(said):
-        return replace(found, culprit=Culprit.NETWORK, machine=False)
+        return replace(found, culprit=Culprit.NETWORK, alike=False)
     if clue.place is Place.DATA or _DATA.search(said):
         return replace(found, culprit=Culprit.DATA, certainty=likely)
     if _INSTALLED.search(said):
-        return replace(found, culprit=Culprit.MACHINE, certainty=Certainty.POSSIBLE)
+        return replace(found, culprit=Culprit.MACHINE, machine=True)
     if clue.code in (EXIT_LEFT, EXIT_RESTARTED):
-        return replace(found, culprit=Culprit.SCHEDULER, certainty=likely, signature="left", machine=False)
+        return replace(found, culprit=Culprit.SCHEDULER, certainty=likely, signature="left", alike=False)
     known = bool(clue.types or clue.at)
     return replace(found, culprit=Culprit.SCRIPT, certainty=likely if known else Certainty.POSSIBLE)
 
@@ -396,8 +415,8 @@ _KERNEL: Final = (
     (
         Culprit.MACHINE,
         re.compile(
-            r"NVRM: Xid|Hardware Error|Machine check|mce: |EDAC .*(?:UE|CE) |PCIe Bus Error|AER: .*(?:Fatal|error)|"
-            r"amdgpu.*(?:GPU reset|ring .* timeout)|thermal .*critical|soft lockup|hard LOCKUP"
+            r"NVRM: Xid \(.*?\): (?:48|6[34]|74|79|92|94|95|119|120|140)\b|Machine check|mce: |"
+            r"Uncorrected|EDAC .*\bUE\b|AER: .*[Ff]atal|amdgpu.*GPU reset|thermal .*critical|hard LOCKUP"
         ),
     ),
     (
@@ -407,18 +426,17 @@ _KERNEL: Final = (
             r"nfs: server \S+ not responding|Remounting filesystem read-only|LustreError|ata\d.*failed"
         ),
     ),
-    (
-        Culprit.NETWORK,
-        re.compile(r"NIC Link is Down|[Ll]ink (?:is )?[Dd]own|NETDEV WATCHDOG|mlx5.*(?:error|down)"),
-    ),
+    (Culprit.NETWORK, re.compile(r"NIC Link is Down|[Ll]ink (?:is )?[Dd]own|NETDEV WATCHDOG|mlx5.*(?:error|down)")),
 )
+"""The words of the kernel's drivers. Of NVIDIA's Xids those of hardware alone (docs.nvidia.com/deploy/xid-errors): 13,
+31 and 43 are the script's, 45 follows any kill."""
+_CORRECTED = re.compile(r"(?<![Uu]n)[Cc]orrect(?:ed|able)|\bCE\b")
 
 
 def kernel_culprit(line: str) -> Culprit | None:
-    """What a line of the kernel's log says has failed; None for one that says nothing of a fault.
-
-    The words are those of the kernel's own drivers and of NVIDIA's (``Xid``).
-    """
+    """What a line of the kernel's log says has failed; None for one of no fault, or of one that was corrected."""
+    if _CORRECTED.search(line):
+        return None
     return next((culprit for culprit, words in _KERNEL if words.search(line)), None)
 
 
@@ -449,9 +467,7 @@ def _node_lost(case: Case) -> _Finding:
     """By how the nodes were when they were last heard."""
     incident = case.incident
     names = incident.nodes
-    found = _Finding(
-        Culprit.OUTSIDE, incident.reason, nodes=names, ranks=incident.ranks, signature="node lost", machine=True
-    )
+    found = _Finding(Culprit.OUTSIDE, incident.reason, nodes=names, ranks=incident.ranks, signature="node lost")
     full = [
         (name, load.used_bytes / load.total_bytes)
         for name in names
@@ -477,6 +493,7 @@ class _Past:
 
     round: int
     nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
     batch: Batch | None
     step: int
 
@@ -486,11 +503,11 @@ def _past(case: Case, signature: str) -> list[_Past]:
     found: dict[tuple[int, tuple[str, ...]], _Past] = {}
     for clue in case.older:
         if clue.kind in _ENDED and not clue.victim and _of_clue(clue).signature == signature:
-            found[clue.round, (clue.node,)] = _Past(clue.round, (clue.node,), clue.batch, clue.step)
+            found[clue.round, (clue.node,)] = _Past(clue.round, (clue.node,), (clue.rank,), clue.batch, clue.step)
     for each in case.before:
         verdict = each.verdict
         if each.kind == "round" and not each.planned and verdict is not None and verdict.signature == signature:
-            known = _Past(each.round, verdict.nodes, verdict.batch, each.step)
+            known = _Past(each.round, verdict.nodes, verdict.ranks, verdict.batch, each.step)
             if each.round < case.incident.round:
                 found.setdefault((each.round, verdict.nodes), known)
     return list(found.values())
@@ -498,6 +515,8 @@ def _past(case: Case, signature: str) -> list[_Past]:
 
 def _compared(case: Case, found: _Finding) -> tuple[_Finding, Advice, tuple[str, ...]]:
     """The finding in the light of earlier incidents, what to do, and the evidence for both."""
+    if case.incident.kind == "run_stopped":
+        return found, Advice.RESTART, ()
     if case.incident.kind != "round" or case.incident.planned:
         return found, _advice(found), ()
     past, told = _past(case, found.signature) if found.signature else [], list[str]()
@@ -509,9 +528,9 @@ def _compared(case: Case, found: _Finding) -> tuple[_Finding, Advice, tuple[str,
     # The rules close a run at its limit: a verdict ends it one time later, where they did not count (a node was lost).
     if (again := _without_progress(found, past)) >= case.limit:
         told.append(f"it has come {again} times in a row without a step between")
-        loops = again > case.limit and found.culprit in _HELPLESS
+        loops = again > case.limit and found.culprit in _HELPLESS and not case.incident.resumed
         advice = Advice.STOP if ended or loops else advice
-    elif (lives := _storm(case, found)) >= STORM:
+    elif not (case.incident.resumed and case.incident.step) and (lives := _storm(case, found)) >= STORM:
         told.append(f"{lives} lives in a row ended in this way, each after about as long")
         advice = Advice.STOP
     if ended and advice is not Advice.STOP:
@@ -541,20 +560,22 @@ def _same_batch(found: _Finding, past: Sequence[_Past]) -> tuple[_Finding, list[
 
 
 def _same_node(case: Case, found: _Finding, past: Sequence[_Past]) -> tuple[_Finding, list[str]]:
-    """A fault that comes back on one node alone, at other batches, is that node's: unless chance would do that too."""
-    if not found.machine or len(found.nodes) != 1 or len(case.nodes) < 2 or found.culprit is Culprit.MEMORY:
+    """A crash that comes back on one node alone, at other batches, is that node's: unless chance would do that too, or
+    rank 0 alone runs that code."""
+    if not found.machine or len(found.nodes) != 1 or len(case.nodes) < 2:
         return found, []
     node = found.nodes[0]
     mine = [each for each in past if each.nodes == (node,)]
     places = {(each.batch, each.step) for each in mine} | {(found.batch, found.step)}
+    ranks = {*found.ranks, *(rank for each in mine for rank in each.ranks)}
     times = len(mine) + 1
     if not mine or len(mine) < len(past) or len(places) == 1:
         return found, []  # at one place, or nobody knows where: it may be what this rank does there
     told = f"of {len(case.nodes)} nodes {node} alone has done so {times} times, at different batches"
-    if len(case.nodes) ** (1 - times) > CHANCE or found.culprit is Culprit.OUTSIDE:
+    if len(case.nodes) ** (1 - times) > CHANCE or ranks <= {0}:
         return found, [told]
-    certainty = _SURER.get(found.certainty, found.certainty)
-    return replace(found, culprit=Culprit.MACHINE, certainty=certainty, what=f"{found.what}; {told}"), [told]
+    what = f"{found.what}; {told}"
+    return replace(found, culprit=Culprit.MACHINE, certainty=Certainty.LIKELY, what=what), [told]
 
 
 def _without_progress(found: _Finding, past: Sequence[_Past]) -> int:
@@ -607,11 +628,15 @@ def _advised(case: Case, found: _Finding, advice: Advice) -> str:
             return "Restart the workers from the last checkpoint, and watch whether it comes back."
         case Advice.RESTART:
             return f"Start the nodes again: the run resumes after step {case.incident.step}."
-        case Advice.LEAVE_OUT if len(set(case.nodes) - {*found.nodes}) >= case.least:
+        case Advice.LEAVE_OUT if can_spare(case, found.nodes):
             return f"Leave {named(found.nodes)} out until it is repaired."
         case Advice.LEAVE_OUT:
             return f"Replace {named(found.nodes)}: without it too few nodes are left, so it stays."
     also = _ADVISED.get(found.culprit, "")
+    if case.incident.kind == "node_gave_up":
+        return f"If no node is left, start nodes again: the run resumes after step {case.incident.step}."
+    if case.incident.kind not in ("round", "worker_died"):
+        return also + "." if also else "Nothing has to be done at once."
     if case.incident.open:
         return also + "." if also else "The run waits for enough nodes."
     return f"Go on: training continues without help. {also}." if also else "Go on: training continues without help."
@@ -620,22 +645,30 @@ def _advised(case: Case, found: _Finding, advice: Advice) -> str:
 def clues_of(
     incident: Incident, health: Mapping[str, NodeHealth], own: Iterable[Clue] = ()
 ) -> tuple[list[Clue], list[Clue]]:
-    """The clues of ``incident``, and those of earlier rounds; without old lines of a kernel's log.
+    """The clues of ``incident``, and those of earlier rounds.
 
-    ``own`` are those of the node that judges, which it may not have published yet.
+    ``own`` are those of the node that judges, which it may not have published yet. A line of a kernel's log counts if
+    it is not much older than the end of a worker on its node, or than what the node has said last.
     """
-    found = [*own]
+    known = {(each.node, each.round, each.wall, each.text): each for each in own}
+    said = {each.node: each.wall for each in known.values()}
     for document in health.values():
-        for each in document.clues:
-            old = each.kind is ClueKind.KERNEL and document.wall - each.wall > FRESH_S
-            found += [each] if not old and each not in found else []
+        said[document.node] = max(document.wall, said.get(document.node, 0.0))
+        known |= {(each.node, each.round, each.wall, each.text): each for each in document.clues}
+    ends = {each.node: each.wall for each in known.values() if each.kind in _ENDED and each.round == incident.round}
+    found = [
+        each
+        for each in known.values()
+        if each.kind is not ClueKind.KERNEL or abs(ends.get(each.node, said[each.node]) - each.wall) <= FRESH_S
+    ]
     mine = [each for each in found if each.round in (incident.round, 0)]
     return mine, [each for each in found if 0 < each.round < incident.round]
 
 
-def can_spare(case: Case, verdict: Verdict) -> bool:
-    """Whether enough nodes are left without those of ``verdict``."""
-    return len(set(case.nodes) - {*verdict.nodes}) >= case.least
+def can_spare(case: Case, nodes: Iterable[str]) -> bool:
+    """Whether enough of those that train now are left without ``nodes``."""
+    left = len({*case.members} - {*nodes})
+    return left - left % case.group >= case.least
 
 
 def batch_words(batch: Batch) -> str:

@@ -57,6 +57,7 @@ class Verdicts:
             reason=following.reason,
             nodes=tuple(sorted(members ^ {each.node for each in following.members})),
             step=following.last_step or 0,
+            resumed=False,
         )
         clues = [each for each in self._clues if each.round == broken.number]
         older = [each for each in self._clues if each.round < broken.number]

@@ -35,7 +35,7 @@ from elastic_trainer.agent.workers.machine import LogTails, Machine
 from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
-from elastic_trainer.errors import ElasticTrainerError, OutcomeUnknownError
+from elastic_trainer.errors import ElasticTrainerError, OutcomeUnknownError, PermanentError
 from elastic_trainer.ipc.page import ORDER_SUFFIX, SAVE_SUFFIX, Reading, observed, stacks_of
 from elastic_trainer.membership.documents import (
     GONE,
@@ -339,17 +339,33 @@ class Health:
                         break
                     key = self._ports.store.write_incident(judged)
                     self._pending.pop(0)
-                    self._ports.verdicts.written(key, judged)
                     self._count_verdict(judged)
-                for key, judged in self._ports.verdicts.reconsidered(self._round_now()):
-                    self._ports.store.replace_incident(key, judged)
-                    self._count_verdict(judged)
+                    if not last:
+                        self._act(key, judged)
+                while not last and (better := self._ports.verdicts.better(self._round_now())) is not None:
+                    key, before, judged = better
+                    self._ports.store.replace_incident(key, before, judged)
+                    self._ports.verdicts.drop_early(key)
+                    if _said(before) != _said(judged):
+                        self._count_verdict(judged)
+            except PermanentError as error:  # it will not be taken later either
+                lost = self._pending.pop(0) if self._pending else None
+                logger().warning("incident.refused", round=lost.round if lost else 0, error=str(error))
             except ElasticTrainerError as error:
                 logger().debug("incident.not_written", error=str(error))
 
+    def _act(self, key: str, judged: Incident) -> None:
+        """What the verdict asks for; its sentence then says what was done."""
+        try:
+            done = self._ports.verdicts.act(key, judged, self._round_now())
+            if done is not None:
+                self._ports.store.replace_incident(key, judged, done)
+        except ElasticTrainerError as error:
+            logger().warning("verdict.not_followed", round=judged.round, error=str(error))
+
     def _count_verdict(self, judged: Incident) -> None:
         if judged.verdict is not None:
-            self._pages.count_event(f"verdict.{judged.verdict.culprit}.{judged.verdict.advice}")
+            self._pages.count_event(_said(judged))
             self._last_incident = judged.verdict.sentence
 
     def _turn(self) -> float:
@@ -446,6 +462,12 @@ class Health:
             logger().warning("eviction.failed", node=nodes[0], error=str(error))
             return ""
         return "; its node was asked to leave" if asked else ""
+
+
+def _said(judged: Incident) -> str:
+    """The counter of its verdict."""
+    verdict = judged.verdict
+    return f"verdict.{verdict.culprit}.{verdict.advice}" if verdict is not None else ""
 
 
 def head_of(readings: Sequence[Reading]) -> Reading | None:
@@ -826,12 +848,16 @@ _AT_ONCE: Final = 50
 def told_by_all(store: Store, keys: RunKeys) -> dict[str, NodeHealth]:
     """The newest document of each node, by name, of those that are gone too. Empty if the store is away."""
     try:
-        items = store.range(keys.health, Deadline.after(READ_S)).items
+        return read_all(store, keys)
     except ElasticTrainerError as error:
         logger().debug("health.unread", error=str(error))
         return {}
+
+
+def read_all(store: Store, keys: RunKeys) -> dict[str, NodeHealth]:
+    """The same. Raises ElasticTrainerError where the store does not answer."""
     found = {}
-    for item in items:
+    for item in store.range(keys.health, Deadline.after(READ_S)).items:
         try:
             found[item.key.removeprefix(keys.health)] = NodeHealth.decode(item.value, item.key)
         except DocumentError as error:
@@ -874,9 +900,17 @@ class HealthStore:
             self._store.transact([], [Delete(first, range_end=last)], deadline=Deadline.after(WRITE_S))
         return key
 
-    def replace_incident(self, key: str, incident: Incident) -> None:
-        """Write ``incident`` with a better verdict over ``key``. Raises ElasticTrainerError."""
-        self._store.transact([], [Put(key, incident.encode())], deadline=Deadline.after(WRITE_S))
+    def replace_incident(self, key: str, before: Incident, incident: Incident) -> None:
+        """Write ``incident``, which has a better verdict, over ``before``, if that is still there. Raises
+        ElasticTrainerError."""
+        there = self._store.get(key, Deadline.after(READ_S)).first
+        if there is not None and there.value == before.encode():
+            put = Put(key, incident.encode())
+            self._store.transact([unchanged(key, there.mod_revision)], [put], deadline=Deadline.after(WRITE_S))
+
+    def read(self) -> dict[str, NodeHealth]:
+        """As :meth:`told`. Raises ElasticTrainerError where the store does not answer."""
+        return read_all(self._store, self._keys)
 
     def fold(self, present: Mapping[str, object]) -> None:
         """If many nodes are gone, add up their counters: the sums stay, their documents are deleted.

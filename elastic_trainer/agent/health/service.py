@@ -36,7 +36,7 @@ from elastic_trainer.agent.health.node_health import (
 )
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.progress import ProgressReports
-from elastic_trainer.agent.health.verdicts import Clues, KernelLog, VerdictLimits, Verdicts, machine_name
+from elastic_trainer.agent.health.verdicts import Clues, KernelLog, VerdictLimits, VerdictPorts, Verdicts, machine_name
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.conductor_shell import records_of
 from elastic_trainer.agent.workers.deaths import Death
@@ -116,8 +116,10 @@ class HealthService:
             obeys=obeys,
             told=self.clues.told_to_leave,
         )
-        judging = VerdictLimits(member.limits.min_nodes, member.limits.failure_limit, options.evict_faulty)
-        verdicts = Verdicts(self.clues, store, keys, judging, self._told.told, evictions.ask_any, self._end, clock)
+        limits = member.limits
+        judging = VerdictLimits(limits.min_nodes, limits.shard_nodes, limits.failure_limit, options.evict_faulty)
+        acting = VerdictPorts(self._told.read, evictions.ask_any, self._end)
+        verdicts = Verdicts(self.clues, store, keys, judging, acting, clock)
         ports = HealthPorts(
             self.pages,
             self._told,

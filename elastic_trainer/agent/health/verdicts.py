@@ -9,7 +9,7 @@ on. A fault of a machine is kept below the prefix of all runs, so that a later r
 *Owns* a descriptor of the kernel's log.
 *Fails by* nothing: an incident that cannot be judged for want of the store waits for it; where the kernel's log or the
 records of machines may not be read, nothing is known of them.
-*Invariant*: an incident is judged once, and a machine's fault is written before the node is asked to leave.
+*Invariant*: nothing is done before the verdict is written, and it is done once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -45,14 +46,16 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.membership.forgetting import faults_of
 from elastic_trainer.membership.verdict import Case, awaits, can_spare, clues_of, judge, kernel_culprit, sick
-from elastic_trainer.model import Advice, Certainty, Culprit, Phase, Place, PreflightMode, is_script, place_of
+from elastic_trainer.model import Advice, Culprit, Phase, Place, PreflightMode, is_script, place_of
 from elastic_trainer.store.api import Put, Read, RunKeys, Store, machine_faults
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_MACHINE
+from elastic_trainer.wording import counted
 
 KEPT: Final = 12
 """Clues that a node publishes; the newest."""
+_LOGGED: Final = 4
 HISTORY: Final = 40
 """Earlier incidents that are compared."""
 KMSG: Final = Path("/dev/kmsg")
@@ -62,7 +65,9 @@ PATIENCE_S: Final = 1.0
 """How long an incident waits for what its nodes have seen of it, before a provisional verdict is published."""
 LATE_S: Final = 120.0
 """And how long such a verdict may still be replaced."""
-_PROVISIONAL: Final = 8
+AGAIN_S: Final = 5.0
+"""Seconds between two looks for its clues."""
+_EARLY_KEPT: Final = 8
 _LIMIT_S: Final = 3.0
 _LONGEST: Final = 300
 
@@ -76,20 +81,24 @@ class Clues:
         self._node, self._round_now, self._wake, self._clock = node, round_now, wake, clock
         self._lock = threading.Lock()
         self._kept: deque[Clue] = deque(maxlen=KEPT)
+        self._logged: deque[Clue] = deque(maxlen=_LOGGED)
+        """Of the kernel, which may say much at once: they push out no others."""
 
     def add(self, kind: ClueKind, text: str, **more: Any) -> None:
         """Keep a clue, unless it is the last one again."""
         more.setdefault("round", self._round_now())
         clue = Clue(kind=kind, node=self._node, text=text[:_LONGEST], wall=self._clock.wall(), **more)
+        kept = self._logged if kind is ClueKind.KERNEL else self._kept
         with self._lock:
-            if any(each.text == clue.text and each.round == clue.round for each in self._kept):
+            if any(_words(each.text) == _words(clue.text) and each.round == clue.round for each in kept):
                 return
-            self._kept.append(clue)
-        self._wake()
+            kept.append(clue)
+        if kind is not ClueKind.KERNEL:
+            self._wake()
 
     def all(self) -> tuple[Clue, ...]:
         with self._lock:
-            return tuple(self._kept)
+            return *self._logged, *self._kept
 
     # ---- where they come from
 
@@ -165,6 +174,11 @@ class Clues:
         for line in lines:
             if kernel_culprit(line) is not None:
                 self.add(ClueKind.KERNEL, f"the kernel of {self._node} logged: {line.strip()[:LINE]}")
+
+
+def _words(text: str) -> str:
+    """A line of the kernel without what differs each time."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text) if "logged: " in text else text
 
 
 def _at(fault: Mapping[str, Any]) -> str:
@@ -289,17 +303,37 @@ class KernelLog:
 
 @dataclass(frozen=True, slots=True)
 class VerdictLimits:
-    """``least``: the fewest nodes of the run; ``failures``: its ``failure_limit``; ``evicts``: whether a faulty node is
-    asked to leave."""
+    """``least``: the fewest nodes of the run, in groups of ``group``; ``failures``: its ``failure_limit``; ``evicts``:
+    whether a faulty node is asked to leave."""
 
     least: int = 1
+    group: int = 1
     failures: int = 3
     evicts: bool = True
 
 
-class Verdicts:
-    """Judges incidents. ``told()``: what all nodes have published; ``ask(node, reason)`` asks a node to leave,
+@dataclass(frozen=True, slots=True)
+class VerdictPorts:
+    """``told()``: what all nodes have published, or the store's error; ``ask(node, reason)`` asks a node to leave,
     ``stop(number, reason)`` ends the run in that round."""
+
+    told: Callable[[], Mapping[str, NodeHealth]]
+    ask: Callable[[str, str], bool]
+    stop: Callable[[int, str], None]
+
+
+@dataclass(slots=True)
+class _Early:
+    """An incident that was judged before its clues had come, and when that was, and when it was looked at last."""
+
+    key: str
+    incident: Incident
+    since: float
+    looked_at: float
+
+
+class Verdicts:
+    """Judges incidents, and does what verdicts say. Raises ElasticTrainerError where the store does not answer."""
 
     def __init__(
         self,
@@ -307,116 +341,126 @@ class Verdicts:
         store: Store,
         keys: RunKeys,
         limits: VerdictLimits,
-        told: Callable[[], Mapping[str, NodeHealth]],
-        ask: Callable[[str, str], bool],
-        stop: Callable[[int, str], None],
+        ports: VerdictPorts,
         clock: Clock = SYSTEM,
     ) -> None:
         self._clues, self._store, self._keys, self._limits = clues, store, keys, limits
-        self._told, self._ask, self._stop, self._clock = told, ask, stop, clock
+        self._ports, self._clock = ports, clock
         self._awaited: tuple[Incident | None, float] = (None, 0.0)
         """The incident that waits for clues, and since when."""
-        self._early = False
-        """Whether the last incident was judged before its clues had come."""
-        self._provisional: deque[tuple[str, Incident, float]] = deque(maxlen=_PROVISIONAL)
-        """Incidents that were judged before anybody said how the worker ended, with their keys, and when that was."""
+        self._early: list[_Early] = []
+        self._case: Case | None = None
+        """Of the last verdict."""
 
     def judged(self, incident: Incident, current: RoundDocument | None, *, last: bool = False) -> Incident | None:
-        """``incident`` with its verdict; None while its clues are on their way. ``last``: there is no later.
-
-        Raises ElasticTrainerError where the store does not answer.
-        """
+        """``incident`` with its verdict; None while its clues are on their way. ``last``: there is no later."""
         now = self._clock.monotonic()
         if self._awaited[0] is not incident:
             self._awaited = (incident, now)
-        patience_s = 0.0 if last else PATIENCE_S
-        return self._judged(incident, current, now - self._awaited[1] < patience_s)
-
-    def written(self, key: str, incident: Incident) -> None:
-        """``incident`` is in the store: it is judged again if it was judged too early."""
-        if self._early:
-            self._provisional.append((key, incident, self._clock.monotonic()))
-
-    def reconsidered(self, current: RoundDocument | None) -> list[tuple[str, Incident]]:
-        """The incidents whose clues have come since they were judged, with their keys and new verdicts."""
-        found = []
-        for _ in range(len(self._provisional)):
-            key, incident, since = self._provisional.popleft()
-            again = self._judged(incident, current, wait=True)
-            if again is not None and again != incident:
-                found.append((key, again))
-            elif again is None and self._clock.monotonic() - since < LATE_S:
-                self._provisional.append((key, incident, since))
-        return found
-
-    def _judged(self, incident: Incident, current: RoundDocument | None, wait: bool) -> Incident | None:
-        """The same; None if it has to ``wait`` for clues."""
-        health = self._told()
-        clues, older = clues_of(incident, health, self._clues.all())
-        self._early = awaits(incident, clues)
-        if wait and self._early:
+        case = self._case_of(incident, current)
+        if awaits(incident, case.clues) and not last and now - self._awaited[1] < PATIENCE_S:
             return None
-        nodes = {*incident.nodes, *(each.node for each in clues)}
-        if current is not None:
-            nodes |= {member.node for member in current.members}
-        before = earlier(self._store, self._keys, incident)
-        limits = self._limits
-        case = Case(incident, clues, before, sorted(nodes), older, health, least=limits.least, limit=limits.failures)
+        self._case = case
         verdict = judge(case)
-        log = logger().info if verdict.advice is Advice.GO_ON else logger().warning
-        log(
-            "incident.judged",
-            round=incident.round,
-            culprit=verdict.culprit,
-            advice=verdict.advice,
-            certainty=verdict.certainty,
-            nodes=verdict.nodes,
-            sentence=verdict.sentence,
-        )
-        verdict = self._act(case, verdict, current)
+        _log(incident, verdict)
         return incident.model_copy(update={"verdict": verdict})
 
-    def _act(self, case: Case, verdict: Verdict, current: RoundDocument | None) -> Verdict:
-        """Do what the verdict says, as far as it is this node's to do; the verdict with what was done."""
-        incident = case.incident
-        breaks = incident.kind in ("round", "audit_mismatch")
-        if breaks and verdict.culprit is Culprit.MACHINE and verdict.certainty is not Certainty.POSSIBLE:
+    def act(self, key: str, incident: Incident, current: RoundDocument | None) -> Incident | None:
+        """Do what the verdict on ``incident`` says, which is in the store at ``key``; what it says then, if it changed.
+
+        An early verdict is only kept for later: what it says may be wrong.
+        """
+        case, verdict, now = self._case, incident.verdict, self._clock.monotonic()
+        if case is None or verdict is None:
+            return None
+        if awaits(incident, case.clues):
+            self._early = [*self._early, _Early(key, incident, now, now)][-_EARLY_KEPT:]
+            return None
+        ends_round = incident.kind == "round" and incident.next_round is not None and current is not None
+        if ends_round and verdict.advice is Advice.STOP and current is not None:
+            self._ports.stop(current.last_number, verdict.sentence)
+        if verdict.culprit is not Culprit.MACHINE or verdict.advice is not Advice.LEAVE_OUT:
+            return None
+        gone = []
+        if ends_round and self._limits.evicts and can_spare(case, verdict.nodes):
+            gone = [node for node in verdict.nodes if self._ports.ask(node, verdict.sentence)]
+        if incident.kind in ("round", "audit_mismatch"):
             for node in verdict.nodes:
                 told = case.health.get(node)
-                self._record(told.machine if told is not None else "", incident, verdict)
-        if incident.kind != "round" or current is None or incident.next_round is None:
-            return verdict
-        if verdict.advice is Advice.STOP:
-            self._stop(current.last_number, verdict.sentence)
-        elif verdict.advice is Advice.LEAVE_OUT and self._limits.evicts and can_spare(case, verdict):
-            gone = [node for node in verdict.nodes if self._asked(node, verdict.sentence)]
-            if gone:
-                sentence = f"{verdict.sentence} It was asked to leave."
-                return verdict.model_copy(update={"sentence": sentence})
-        return verdict
+                self._record(told.machine if told is not None else "", incident, verdict, left=node in gone)
+        if not gone:
+            return None
+        said = verdict.model_copy(update={"sentence": f"{verdict.sentence} It was asked to leave."})
+        return incident.model_copy(update={"verdict": said})
 
-    def _asked(self, node: str, reason: str) -> bool:
-        try:
-            return self._ask(node, reason)
-        except ElasticTrainerError as error:
-            logger().warning("eviction.failed", node=node, error=str(error))
-            return False
+    def better(self, current: RoundDocument | None) -> tuple[str, Incident, Incident] | None:
+        """The key of an incident that was judged too early, as it is in the store, and with its new verdict. Nothing
+        else follows from that: the run has gone on."""
+        now = self._clock.monotonic()
+        self._early = [each for each in self._early if now - each.since < LATE_S]
+        for each in self._early:
+            if now - each.looked_at < AGAIN_S:
+                continue
+            each.looked_at = now
+            case = self._case_of(each.incident, current)
+            if not awaits(each.incident, case.clues):
+                verdict = judge(case)
+                _log(each.incident, verdict)
+                return each.key, each.incident, each.incident.model_copy(update={"verdict": verdict})
+        return None
 
-    def _record(self, machine: str, incident: Incident, verdict: Verdict) -> None:
+    def drop_early(self, key: str) -> None:
+        """The better verdict on the incident at ``key`` is written."""
+        self._early = [each for each in self._early if each.key != key]
+
+    def _case_of(self, incident: Incident, current: RoundDocument | None) -> Case:
+        health, limits = self._ports.told(), self._limits
+        clues, older = clues_of(incident, health, self._clues.all())
+        members = [member.node for member in current.members] if current is not None else []
+        return Case(
+            incident,
+            clues,
+            earlier(self._store, self._keys, incident),
+            sorted({*incident.nodes, *members, *(each.node for each in clues)}),
+            older,
+            health,
+            members,
+            limits.least,
+            limits.group,
+            limits.failures,
+        )
+
+    def _record(self, machine: str, incident: Incident, verdict: Verdict, *, left: bool) -> None:
         """Keep a fault of ``machine`` for later runs."""
         if not machine:
             return
+        run = self._keys.run_id
         fault = MachineFault(
-            wall=incident.wall, run=self._keys.run_id, sentence=verdict.sentence, certainty=verdict.certainty
+            wall=incident.wall, run=run, sentence=verdict.sentence, certainty=verdict.certainty, left=left
         )
+        key = f"{machine_faults(self._keys.prefix, machine)}{run}.{int(incident.wall * 1000.0)}"
+        lease = 0
         try:
-            lease = self._store.grant(RECORD_S, Deadline.after(_LIMIT_S))
-            key = f"{machine_faults(self._keys.prefix, machine)}{self._keys.run_id}.{int(incident.wall * 1000.0)}"
-            put = Put(key, fault.encode(), lease.id)
-            self._store.transact([], [put], deadline=Deadline.after(_LIMIT_S))
+            lease = self._store.grant(RECORD_S, Deadline.after(_LIMIT_S)).id
+            self._store.transact([], [Put(key, fault.encode(), lease)], deadline=Deadline.after(_LIMIT_S))
             logger().warning("machine.recorded", machine=machine, sentence=verdict.sentence)
         except ElasticTrainerError as error:  # an account of this run alone may not write there
             logger().info("machine.not_recorded", machine=machine, error=str(error))
+            with suppress(ElasticTrainerError):
+                self._store.revoke(lease, Deadline.after(_LIMIT_S))
+
+
+def _log(incident: Incident, verdict: Verdict) -> None:
+    log = logger().info if verdict.advice is Advice.GO_ON else logger().warning
+    log(
+        "incident.judged",
+        round=incident.round,
+        culprit=verdict.culprit,
+        advice=verdict.advice,
+        certainty=verdict.certainty,
+        nodes=verdict.nodes,
+        sentence=verdict.sentence,
+    )
 
 
 def earlier(store: Store, keys: RunKeys, incident: Incident) -> list[Incident]:
@@ -441,17 +485,23 @@ def earlier(store: Store, keys: RunKeys, incident: Incident) -> list[Incident]:
 
 
 def machine_name(environ: Mapping[str, str]) -> str:
-    """The machine's name, as the environment, Slurm or the system says; what no key may hold becomes a dash."""
-    name = environ.get(ENV_MACHINE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """The machine's name, as the environment, Slurm or the system says; what no key may hold becomes a dash.
+
+    Empty in a pod that is not told: its host name is that of whatever pod takes its place.
+    """
+    name = environ.get(ENV_MACHINE) or environ.get("SLURMD_NODENAME")
+    if not name and "KUBERNETES_SERVICE_HOST" in environ:
+        return ""
+    name = name or socket.gethostname()
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:128] or "unnamed"
 
 
 def ensure_healthy(store: Store, keys: RunKeys, machine: str, mode: PreflightMode, clock: Clock = SYSTEM) -> None:
     """Keep a machine out that has failed again and again (UnfitError), or warn. A silent store is no fault."""
-    if mode is PreflightMode.OFF:
+    if mode is PreflightMode.OFF or not machine:
         return
     try:
-        known = sick(faults_of(store, keys.prefix, machine, Deadline.after(_LIMIT_S, clock)))
+        known = sick(faults_of(store, keys.prefix, machine, Deadline.after(_LIMIT_S, clock)), keys.run_id)
     except ElasticTrainerError as error:
         logger().info("machine.unknown", machine=machine, error=str(error))
         return
@@ -459,7 +509,7 @@ def ensure_healthy(store: Store, keys: RunKeys, machine: str, mode: PreflightMod
         return
     runs = sorted({each.run for each in known})
     last = known[-1].sentence.partition(". ")[0]
-    text = f"machine {machine} has failed {len(known)} times (runs: {', '.join(runs)})"
+    text = f"machine {machine} has failed {counted(len(known), 'time')} (runs: {', '.join(runs)})"
     logger().warning("machine.sick", machine=machine, faults=len(known), runs=runs, last=last)
     if mode is PreflightMode.REFUSE:
         hint = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
@@ -15,7 +17,17 @@ from elastic_trainer.membership.documents import (
     NodeLoad,
     Verdict,
 )
-from elastic_trainer.membership.verdict import STORM, Case, awaits, can_spare, clues_of, judge, kernel_culprit, sick
+from elastic_trainer.membership.verdict import (
+    MOST_EVIDENCE,
+    STORM,
+    Case,
+    awaits,
+    can_spare,
+    clues_of,
+    judge,
+    kernel_culprit,
+    sick,
+)
 from elastic_trainer.model import Advice, Cause, Certainty, Culprit, Place
 
 NODES = ("a", "b", "c")
@@ -56,7 +68,7 @@ def crash(node: str = "b", **more: object) -> Clue:
 
 def judged(*clues: Clue, **more: object) -> Verdict:
     what = more.pop("incident", incident())
-    return judge(Case(what, clues, nodes=NODES, **more))  # type: ignore[arg-type]
+    return judge(Case(what, clues, nodes=NODES, members=NODES, **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +87,7 @@ def judged(*clues: Clue, **more: object) -> Verdict:
         ),
         ({"types": ("torch.distributed.DistNetworkError",)}, Culprit.NETWORK),
         ({"types": ("ModuleNotFoundError",)}, Culprit.MACHINE),
+        ({"types": ("RuntimeError",), "text": "rank 1: No CUDA GPUs: no CUDA-capable device"}, Culprit.MACHINE),
         ({"code": EXIT_LEFT, "text": "rank 1 on b ended with exit code 143"}, Culprit.SCHEDULER),
         ({"kind": ClueKind.SIGNAL, "code": -9, "memory": True}, Culprit.MEMORY),
         ({"kind": ClueKind.SIGNAL, "code": -9, "text": "SIGKILL"}, Culprit.OUTSIDE),
@@ -114,14 +127,15 @@ def test_the_same_batch_on_another_node_is_the_data() -> None:
 
 def test_more_often_at_one_step_than_the_limit_means_stop() -> None:
     """At the limit the rules close the run, unless they have counted a loss of a node instead."""
-    older = [crash("a", round=3), crash("c", round=4)]
-    assert judged(crash("b"), older=older).advice is Advice.GO_ON
+    older, stuck = [crash("a", round=3), crash("c", round=4)], incident(resumed=False)
+    assert judged(crash("b"), older=older, incident=stuck).advice is Advice.GO_ON
     assert judged(crash("b"), older=older, incident=incident(next_round=None)).advice is Advice.STOP
     older += [crash("a", round=2)]
-    assert judged(crash("b"), older=older).advice is Advice.STOP
-    assert judged(crash("b"), older=older, limit=4).advice is Advice.GO_ON
+    assert judged(crash("b"), older=older, incident=stuck).advice is Advice.STOP
+    assert judged(crash("b"), older=older).advice is Advice.GO_ON  # the next round has made the step
+    assert judged(crash("b"), older=older, incident=stuck, limit=4).advice is Advice.GO_ON
     moved = [crash("a", round=2, step=5), *older[:2]]
-    assert judged(crash("b"), older=moved).advice is Advice.GO_ON
+    assert judged(crash("b"), older=moved, incident=stuck).advice is Advice.GO_ON
 
 
 def test_the_same_node_at_different_batches_is_the_machine() -> None:
@@ -134,6 +148,16 @@ def test_the_same_node_at_different_batches_is_the_machine() -> None:
     assert "Leave b out" in found.sentence
     others = [*thrice, crash("a", round=2, step=4, batch=Batch(0, 32, 63))]
     assert judged(crash("b"), older=others).culprit is Culprit.SCRIPT
+
+
+def test_what_one_rank_alone_does_is_not_its_machines() -> None:
+    """An exception may come from code of this rank alone, a crash from code of rank 0 alone."""
+    own = {"text": "rank 1 on b ended with exit code 1: OSError: No space", "types": ("OSError[ENOSPC]",)}
+    older = [clue("b", round=number, batch=Batch(0, number), step=number, **own) for number in (1, 2, 3, 4)]
+    assert judged(clue("b", **own), older=older).culprit is Culprit.STORAGE
+    first = [crash("b", rank=0, round=number, batch=Batch(0, number), step=number) for number in (1, 2, 3, 4)]
+    assert judged(crash("b", rank=0), older=first).culprit is Culprit.SCRIPT
+    assert judged(crash("b", rank=1), older=first).culprit is Culprit.MACHINE
 
 
 def test_kills_from_outside_never_leave_a_node_out() -> None:
@@ -157,6 +181,8 @@ def test_the_kernel_is_believed_if_its_node_failed() -> None:
     memory = clue("b", kind=ClueKind.KERNEL, text="the kernel of b logged: Out of memory: Killed process 7", rank=-1)
     assert judged(crash("b"), memory).culprit is Culprit.SCRIPT
     assert judged(crash("b", code=-9, text="SIGKILL"), memory).culprit is Culprit.MEMORY
+    typo = clue("b", types=("NameError",), text="rank 1 on b ended with NameError: name 'x' is not defined")
+    assert judged(typo, logged).culprit is Culprit.SCRIPT
 
 
 def test_a_lost_node_whose_memory_was_full_ran_out_of_it() -> None:
@@ -234,12 +260,14 @@ def test_a_storm_of_equal_lives_ends() -> None:
 
 def test_nobody_is_left_out_that_cannot_be_spared() -> None:
     broken = clue(text="rank 1 on b ended with exit code 1: CUDA error: uncorrectable ECC error")
-    case = Case(incident(), [broken], nodes=("a", "b"), least=2)
+    case = Case(incident(), [broken], nodes=("a", "b", "lost"), members=("a", "b"), least=2)
     found = judge(case)
     assert found.advice is Advice.LEAVE_OUT
     assert "Replace b" in found.sentence
-    assert not can_spare(case, found)
-    assert can_spare(Case(incident(), [broken], nodes=("a", "b"), least=1), found)
+    assert not can_spare(case, ["b"])
+    assert can_spare(replace(case, least=1), ["b"])
+    assert not can_spare(replace(case, least=2, group=2, members=("a", "b", "c")[:2]), ["b"])
+    assert can_spare(replace(case, members=("a", "b", "c", "d"), group=2), ["b"])
 
 
 @pytest.mark.parametrize(
@@ -257,14 +285,39 @@ def test_what_ends_no_round_has_a_verdict_too(kind: str, culprit: Culprit) -> No
     assert judged(incident=incident(kind=kind, nodes=("b",))).culprit is culprit
 
 
+def test_an_audit_that_names_two_accuses_neither() -> None:
+    both = judged(incident=incident(kind="audit_mismatch", nodes=("a", "b")))
+    assert (both.certainty, both.advice) == (Certainty.POSSIBLE, Advice.GO_ON)
+    one = judged(incident=incident(kind="audit_mismatch", nodes=("b",)))
+    assert (one.certainty, one.advice) == (Certainty.CERTAIN, Advice.LEAVE_OUT)
+
+
+def test_no_headline_is_better_than_the_truth() -> None:
+    """A run whose last node has gone does not go on."""
+    stopped = judged(incident=incident(kind="run_stopped", nodes=("b",)))
+    assert stopped.advice is Advice.RESTART
+    gone = judged(incident=incident(kind="node_gave_up", nodes=("b",)))
+    assert not [each for each in (stopped, gone) if "continues" in each.sentence]
+
+
+def test_evidence_is_bounded() -> None:
+    many = [clue(f"n{number}", text=f"rank {number} on n{number} ended with exit code 1") for number in range(100)]
+    found = judged(*many)
+    assert len(found.evidence) == MOST_EVIDENCE + 1
+    assert found.evidence[-1].startswith("and ")
+
+
 def test_clues_of_other_rounds_are_older_and_old_kernel_lines_are_none() -> None:
     logged = clue("b", kind=ClueKind.KERNEL, text="mce: oops", wall=10.0)
     fresh = clue("b", kind=ClueKind.KERNEL, text="mce: again", wall=400.0)
-    health = {"b": NodeHealth(node="b", wall=500.0, clues=(crash(round=4), crash(), logged, fresh, crash(round=6)))}
-    own = [crash("a")]
-    mine, older = clues_of(incident(), health, own)
-    assert mine == [crash("a"), crash(), fresh]
+    told = (crash(round=4), crash(wall=450.0), logged, fresh, crash(round=6))
+    health = {"b": NodeHealth(node="b", wall=5000.0, clues=told)}
+    mine, older = clues_of(incident(), health, [crash("a")])
+    assert mine == [crash("a"), crash(wall=450.0), fresh]
     assert older == [crash(round=4)]
+    own = clue("a", kind=ClueKind.KERNEL, text="mce: own, old", wall=10.0)
+    mine, _ = clues_of(incident(), {}, [own, crash("a", wall=900.0)])
+    assert own not in mine
 
 
 def test_a_verdict_waits_for_whoever_saw_it() -> None:
@@ -274,16 +327,35 @@ def test_a_verdict_waits_for_whoever_saw_it() -> None:
     assert not awaits(incident(cause=Cause.NODE_LOST), [])
 
 
-def test_a_machine_is_sick_after_faults_in_two_runs_or_two_beyond_doubt() -> None:
-    def fault(run: str, certainty: Certainty = Certainty.LIKELY) -> MachineFault:
-        return MachineFault(wall=1.0, run=run, sentence="It failed.", certainty=certainty)
+def test_a_machine_is_sick_after_faults_in_two_runs_or_where_a_run_has_left_it_out() -> None:
+    def fault(run: str, *, left: bool = False) -> MachineFault:
+        return MachineFault(wall=1.0, run=run, sentence="It failed.", certainty=Certainty.CERTAIN, left=left)
 
-    assert not sick([fault("x")])
-    assert not sick([fault("x"), fault("x")])
-    assert sick([fault("x"), fault("y")])
-    assert sick([fault("x", Certainty.CERTAIN), fault("x", Certainty.CERTAIN)])
+    assert not sick([fault("x"), fault("x")], "x")
+    assert sick([fault("x"), fault("y")], "z")
+    assert sick([fault("x", left=True)], "x")
+    assert not sick([fault("x", left=True)], "y")
+
+
+def test_lines_of_broken_hardware_count() -> None:
+    for line in (
+        "NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.",
+        "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 7: dc00008001010090",
+        "EDAC MC0: 1 UE memory read error on CPU_SrcID#0",
+        "pcieport 0000:00:1c.0: AER: Uncorrected (Fatal) error received",
+    ):
+        assert kernel_culprit(line) is Culprit.MACHINE
 
 
 def test_harmless_lines_of_the_kernel_say_nothing() -> None:
-    for line in ("usb 1-1: new device", "systemd[1]: Started", "eth0: link up", "EXT4-fs (sda1): mounted filesystem"):
+    for line in (
+        "usb 1-1: new device",
+        "eth0: link up",
+        "EXT4-fs (sda1): mounted filesystem",
+        "pcieport 0000:00:1c.0: AER: Corrected error message received from 0000:00:1c.0",
+        "EDAC MC0: 1 CE memory read error on CPU_SrcID#0",
+        "mce: [Hardware Error]: Corrected error, no action required.",
+        "NVRM: Xid (PCI:0000:3b:00): 31, pid=7, Ch 00000008, MMU Fault",
+        "watchdog: BUG: soft lockup - CPU#3 stuck for 22s!",
+    ):
         assert kernel_culprit(line) is None

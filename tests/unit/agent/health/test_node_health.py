@@ -28,7 +28,7 @@ from elastic_trainer.agent.health.node_health import (
     row,
 )
 from elastic_trainer.agent.health.pages import Pages
-from elastic_trainer.agent.health.verdicts import Clues, KernelLog, VerdictLimits, Verdicts
+from elastic_trainer.agent.health.verdicts import Clues, KernelLog, VerdictLimits, VerdictPorts, Verdicts
 from elastic_trainer.agent.workers.hang_rules import HangLimits
 from elastic_trainer.agent.workers.machine import LogTails, Machine
 from elastic_trainer.agent.workers.watchdog import HungWorkers
@@ -141,9 +141,7 @@ class Desk:
                 MemoryStore(),
                 KEYS,
                 VerdictLimits(),
-                self.store.told,
-                evictions.ask_any,
-                lambda *_: None,
+                VerdictPorts(self.store.told, evictions.ask_any, lambda number, reason: None),
                 self.clock,
             ),
             lambda: self.round,

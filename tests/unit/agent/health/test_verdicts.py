@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from elastic_trainer.agent.health.verdicts import (
+    AGAIN_S,
     KEPT,
     Clues,
     KernelLog,
     VerdictLimits,
+    VerdictPorts,
     Verdicts,
     collective_of,
     earlier,
@@ -34,6 +36,7 @@ from elastic_trainer.membership.documents import (
     RoundDocument,
     RoundMember,
     RoundState,
+    Verdict,
 )
 from elastic_trainer.membership.forgetting import faults_of, forget_machine
 from elastic_trainer.model import Advice, Cause, Culprit, Phase, Place, PreflightMode
@@ -100,6 +103,16 @@ def test_only_the_newest_clues_are_kept_and_each_once() -> None:
     assert len(woken) == KEPT + 5
 
 
+def test_a_kernel_that_says_much_pushes_nothing_out() -> None:
+    known = clues()
+    known.add(ClueKind.EXIT, "rank 0 on a ended with exit code 1", rank=0)
+    known.logged(f"blk_update_request: I/O error, dev sdb, sector {number}" for number in range(50))
+    assert len(known.all()) == 2
+    known.logged(f"blk_update_request: I/O error, dev sd{letter}, sector 1" for letter in "cdefghijkl")
+    assert len(known.all()) == 5
+    assert known.all()[-1].kind is ClueKind.EXIT
+
+
 def test_stacks_name_the_line_of_the_script_and_what_it_waits_for() -> None:
     files, at = stack_of(STACKS)
     assert at == "train.py:31 in batches"
@@ -156,6 +169,8 @@ def test_the_machine_is_called_as_the_environment_says() -> None:
     assert machine_name({"SLURMD_NODENAME": "n7"}) == "n7"
     assert machine_name({}) == os.uname().nodename
     assert machine_name({"ELASTIC_TRAINER_MACHINE": "_my machine/7"}) == "my-machine-7"
+    assert machine_name({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == ""
+    ensure_healthy(MemoryStore(), KEYS, "", PreflightMode.REFUSE)
 
 
 # ---- verdicts
@@ -171,16 +186,20 @@ class Bench:
         self.health = {"b": NodeHealth(node="b", wall=1.0, machine="rack-2")}
         self.asked: list[tuple[str, str]] = []
         self.stopped: list[tuple[int, str]] = []
-        self.verdicts = Verdicts(
-            self.clues,
-            self.store,
-            KEYS,
-            VerdictLimits(1, 3, evicts),
-            lambda: self.health,
-            self.ask,
-            self.stop,
-            self.clock,
-        )
+        self.verdicts = self.of(KEYS, evicts=evicts)
+
+    def of(self, keys: RunKeys, *, evicts: bool = True) -> Verdicts:
+        limits, ports = VerdictLimits(evicts=evicts), VerdictPorts(lambda: self.health, self.ask, self.stop)
+        return Verdicts(self.clues, self.store, keys, limits, ports, self.clock)
+
+    def decide(self, incident: Incident, current: RoundDocument, verdicts: Verdicts | None = None) -> Verdict:
+        """Judge and act; the verdict as it is told in the end."""
+        verdicts = verdicts or self.verdicts
+        judged = verdicts.judged(incident, current)
+        assert judged is not None
+        found = (verdicts.act("key", judged, current) or judged).verdict
+        assert found is not None
+        return found
 
     def ask(self, node: str, reason: str) -> bool:
         self.asked.append((node, reason))
@@ -218,59 +237,58 @@ def test_an_incident_waits_a_moment_for_its_clues() -> None:
     bench, one = Bench(), incident()
     assert bench.verdicts.judged(one, following("a", "b")) is None
     bench.blame()
-    found = bench.verdicts.judged(one, following("a", "b"))
-    assert found is not None
-    assert found.verdict is not None
-    assert found.verdict.culprit is Culprit.MACHINE
+    assert bench.decide(one, following("a", "b")).culprit is Culprit.MACHINE
     assert bench.verdicts.judged(incident(6), following("a", "b"), last=True) is not None
 
 
 def test_a_verdict_without_its_clue_is_replaced_when_that_comes() -> None:
-    """The process of a worker may need seconds to exit; what others see at once is that its connection is gone."""
-    bench, one = Bench(), incident()
-    assert bench.verdicts.judged(one, following("a", "b")) is None
+    """The process of a worker may need seconds to exit; what others see at once is that its connection is gone. Nothing
+    is done then: the run has gone on."""
+    bench, one, now = Bench(), incident(), following("a", "b")
+    assert bench.verdicts.judged(one, now) is None
     bench.clock.advance(1.1)
-    first = bench.verdicts.judged(one, following("a", "b"))
-    assert first is not None
-    assert first.verdict is not None
-    assert first.verdict.culprit is Culprit.UNKNOWN
-    bench.verdicts.written("key", first)
-    assert bench.verdicts.reconsidered(following("a", "b")) == []
+    assert bench.decide(one, now).culprit is Culprit.UNKNOWN
     bench.blame()
-    ((key, again),) = bench.verdicts.reconsidered(following("a", "b"))
-    assert key == "key"
+    assert bench.verdicts.better(now) is None  # it looks every few seconds
+    bench.clock.advance(AGAIN_S)
+    better = bench.verdicts.better(now)
+    assert better is not None
+    key, before, again = better
+    assert (key, before.round) == ("key", 5)
     assert again.verdict is not None
     assert again.verdict.culprit is Culprit.MACHINE
-    assert [node for node, _ in bench.asked] == ["b"]
-    assert bench.verdicts.reconsidered(following("a", "b")) == []
+    bench.verdicts.drop_early("key")
+    bench.clock.advance(AGAIN_S)
+    assert bench.verdicts.better(now) is None
+    assert bench.asked == []
 
 
-def test_a_faulty_node_is_asked_to_leave_after_its_machine_is_recorded() -> None:
+def test_a_faulty_node_is_asked_to_leave_and_its_machine_recorded() -> None:
     bench = Bench()
     bench.blame()
-    bench.verdicts.judged(incident(), following("a", "b"))
+    assert bench.decide(incident(), following("a", "b")).sentence.endswith("It was asked to leave.")
     assert [node for node, _ in bench.asked] == ["b"]
-    assert bench.faults() == 1
+    (fault,) = faults_of(bench.store, "/et", "rack-2", Deadline.after(1.0))
+    assert fault.left
 
 
 @pytest.mark.parametrize(("evicts", "nodes"), [(False, ("a", "b")), (True, ("b",))])
 def test_it_stays_if_it_is_needed_or_the_options_say_so(evicts: bool, nodes: tuple[str, ...]) -> None:
     bench = Bench(evicts=evicts)
     bench.blame()
-    bench.verdicts.judged(incident(by="b"), following(*nodes))
+    bench.decide(incident(by="b"), following(*nodes))
     assert bench.asked == []
-    assert bench.faults() == 1
+    (fault,) = faults_of(bench.store, "/et", "rack-2", Deadline.after(1.0))
+    assert not fault.left
 
 
 def test_a_storm_ends_the_run() -> None:
     bench = Bench()
     for number in (2, 3, 4, 5):
         bench.blame("ValueError: bad", number=number)
-    found = bench.verdicts.judged(incident(), following("a", "b"))
-    assert found is not None
-    assert found.verdict is not None
-    assert found.verdict.advice is Advice.STOP
-    assert bench.stopped == [(6, found.verdict.sentence)]
+    found = bench.decide(incident(resumed=False), following("a", "b"))
+    assert found.advice is Advice.STOP
+    assert bench.stopped == [(6, found.sentence)]
 
 
 def test_earlier_incidents_come_newest_first() -> None:
@@ -287,11 +305,11 @@ def test_a_machine_that_failed_in_two_runs_stays_out_of_the_third(capsys: pytest
     bench.blame()
     for run in ("one", "two"):
         keys = RunKeys("/et", run)
-        judge = Verdicts(
-            bench.clues, bench.store, keys, VerdictLimits(), lambda: bench.health, bench.ask, bench.stop, bench.clock
-        )
         ensure_healthy(bench.store, keys, "rack-2", PreflightMode.REFUSE)
-        judge.judged(incident(), following("a", "b"))
+        bench.decide(incident(), following("a", "b"), bench.of(keys))
+    ensure_healthy(bench.store, RunKeys("/et", "four"), "rack-3", PreflightMode.REFUSE)
+    with pytest.raises(UnfitError):  # which has left it out
+        ensure_healthy(bench.store, RunKeys("/et", "one"), "rack-2", PreflightMode.REFUSE)
     with pytest.raises(
         UnfitError, match=r"machine rack-2 has failed 2 times \(runs: one, two\): it stays out"
     ) as refused:
