@@ -38,7 +38,7 @@ MOST_EVIDENCE: Final = 12
 """Lines of evidence; the rest are counted."""
 FULL: Final = 0.97
 """The part of a machine's memory from which the loss of its node is put down to memory."""
-FRESH_S: Final = 120.0
+FRESH_S: Final = 60.0
 """A line of the kernel's log that is older explains no incident."""
 _SURER = {Certainty.POSSIBLE: Certainty.LIKELY}
 
@@ -468,6 +468,9 @@ def _node_lost(case: Case) -> _Finding:
     incident = case.incident
     names = incident.nodes
     found = _Finding(Culprit.OUTSIDE, incident.reason, nodes=names, ranks=incident.ranks, signature="node lost")
+    if names and all(name in case.health and case.health[name].counters.get("left") for name in names):
+        what = f"{incident.reason}, after it was told to leave"
+        return replace(found, culprit=Culprit.SCHEDULER, what=what, certainty=Certainty.CERTAIN)
     full = [
         (name, load.used_bytes / load.total_bytes)
         for name in names
@@ -661,8 +664,9 @@ def clues_of(
         for each in known.values()
         if each.kind is not ClueKind.KERNEL or abs(ends.get(each.node, said[each.node]) - each.wall) <= FRESH_S
     ]
-    mine = [each for each in found if each.round in (incident.round, 0)]
-    return mine, [each for each in found if 0 < each.round < incident.round]
+    # The kernel's lines may be read when the next round has begun.
+    mine = [each for each in found if each.round in (incident.round, 0) or each.kind is ClueKind.KERNEL]
+    return mine, [each for each in found if 0 < each.round < incident.round and each not in mine]
 
 
 def can_spare(case: Case, nodes: Iterable[str]) -> bool:

@@ -195,6 +195,12 @@ def test_a_lost_node_whose_memory_was_full_ran_out_of_it() -> None:
     assert judged(incident=lost, health=last(50)).culprit is Culprit.OUTSIDE
 
 
+def test_a_lost_node_that_was_told_to_leave_is_no_fault() -> None:
+    lost = incident(cause=Cause.NODE_LOST, reason="node b was lost", nodes=("b",))
+    told = {"b": NodeHealth(node="b", wall=1.0, counters={"left": 1.0})}
+    assert judged(incident=lost, health=told).culprit is Culprit.SCHEDULER
+
+
 def test_a_stall_in_different_calls_is_the_script_and_in_one_call_the_network() -> None:
     stalled = incident(cause=Cause.STALLED, reason="all ranks have waited for each other for 9.0 s")
 
