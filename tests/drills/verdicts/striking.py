@@ -58,6 +58,7 @@ class Struck(Job):
             "regroup_grace": "10",
             **key_values(fault.options),
             **mode,
+            **more,
         }
         self.fault = fault
         entry = [str(SCRIPT), str(directory), *fault.flags.split()]
