@@ -41,6 +41,9 @@ from elastic_trainer.worker.model.stages import StagedReplica
 from elastic_trainer.worker.report import process_id
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.options import SavingOptions
+
+sys.path.insert(0, str(Path(__file__).parents[3]))  # torchrun starts this file, which finds only what is beside it
+
 from tests.drills.sharded import moe
 from tests.drills.sharded.moe import MoeNet
 
@@ -320,7 +323,6 @@ def main() -> None:
     directory, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
     if options.get("like_nccl"):
-        sys.path.insert(0, str(Path(__file__).parents[3]))
         from tests.support import like_nccl
 
         like_nccl.use(directory, options["like_nccl"])

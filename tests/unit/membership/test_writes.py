@@ -250,7 +250,8 @@ def test_the_last_node_closes_what_no_round_will() -> None:
     closed, gave_up = store.incidents()
     assert gave_up.kind == "node_gave_up"
     how = "b is gone; node a gave up: no peer (exit code 143)"
-    assert closed == lost.model_copy(update={"open": False, "reason": how})
+    assert closed.verdict is not None
+    assert closed == lost.model_copy(update={"open": False, "reason": how, "verdict": closed.verdict})
 
 
 def written(document: RoundDocument, *, left: bool = False) -> tuple[Operation, ...]:
