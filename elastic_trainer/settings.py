@@ -282,8 +282,8 @@ class RendezvousOptions(Frozen):
     sick_machines: PreflightMode = Field(
         default=PreflightMode.REFUSE,
         description=(
-            "what comes of a node whose machine has failed at least twice in any run of this etcd lately: it ends with "
-            "71, joins with a warning, or is not asked"
+            "what comes of a node whose machine has failed lately in two runs of this etcd, or has been left out of "
+            "this one: it ends with 71, joins with a warning, or is not asked"
         ),
     )
     preemption: str | None = Field(

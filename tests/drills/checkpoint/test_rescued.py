@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -50,8 +51,13 @@ def test_a_job_whose_workers_all_die_loses_one_snapshot_interval(
         assert job.exit_codes() == {"n0": 0, "n1": 0}, job.describe()
         logs = "".join(job.log(node.name) for node in job.nodes)
         assert logs.count('"snapshot.rescued"') >= len(KILLED_AT)
-        assert logs.count('"snapshot.loaded"') == len(KILLED_AT), job.describe()
-        assert '"checkpoint.loaded"' not in logs
+        # Where the kill came between the snapshots of two nodes, the newer one is read as it was rescued.
+        loaded, rescued = (
+            re.findall(rf'"checkpoint": "([^"]+)"[^\n]*"{event}"', logs)
+            for event in ("checkpoint.loaded", "snapshot.rescued")
+        )
+        assert logs.count('"snapshot.loaded"') + len(loaded) == len(KILLED_AT), job.describe()
+        assert set(loaded) <= set(rescued), job.describe()
         opened = [line.step for line in job.lines() if line.event is LineKind.OPENED and line.step]
         assert len(opened) == 2 * len(KILLED_AT)
         assert min(opened) > KILLED_AT[0] - MOST_AGAIN, opened
