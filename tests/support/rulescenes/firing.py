@@ -186,7 +186,7 @@ FIRING = [
     Scene("verdict", "a machine is found to be at fault, after faults for which nothing has to be done", 120, [
         ((10, 15), do("count", families.VERDICTS, culprit="outside", advice="go_on")),
         (20, do("count", families.VERDICTS, culprit="machine", advice="leave_out")),
-    ], (VERDICT,), 20, lasts=(20.0, 84.5)),
+    ], (VERDICT,), 19, lasts=(20.0, 84.5)),
     Scene("flapping", "a node comes and goes", 80, [
         ((20, 26), do("regroup", *TWO, reason="node_left")), ((32, 38, 44), do("regroup", *TWO, reason="node_lost")),
         (range(23, 50, 6), do("regroup", *THREE, reason="node_joined")),

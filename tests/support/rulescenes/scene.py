@@ -292,7 +292,13 @@ class PlayedJob:
             shown[self._key(families.RUN_STATE, {"state": state})] = float(state == self.state)
         for state in families.NODE_STATES:
             shown[self._key(families.NODES, {"state": state})] = float(list(self.nodes.values()).count(state))
-        for family in (families.RESTARTS, families.TIME, families.CHECKPOINTS, families.NONFINITE_LOSSES):
+        for family in (
+            families.RESTARTS,
+            families.TIME,
+            families.CHECKPOINTS,
+            families.NONFINITE_LOSSES,
+            families.VERDICTS,
+        ):
             shown |= dict.fromkeys(self._all_keys(family), 0.0)
         return shown | self.counts
 
