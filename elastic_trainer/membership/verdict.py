@@ -666,7 +666,7 @@ def clues_of(
     ]
     # The kernel's lines may be read when the next round has begun.
     mine = [each for each in found if each.round in (incident.round, 0) or each.kind is ClueKind.KERNEL]
-    return mine, [each for each in found if 0 < each.round < incident.round and each not in mine]
+    return mine, [each for each in found if 0 < each.round < incident.round and each.kind is not ClueKind.KERNEL]
 
 
 def can_spare(case: Case, nodes: Iterable[str]) -> bool:
