@@ -677,21 +677,20 @@ class Evictions:
             self._go(reason)
             return True
         # A write that etcd does late must not send away who comes back under this name.
-        guard = created_at(self._keys.node(node), member.create_revision)
-        put = Put(self._keys.eviction(node), LeaveRequest(reason=reason).encode())
-        return self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S)).succeeded
+        return self._request(node, member.create_revision, reason)
 
     def ask_any(self, node: str, reason: str) -> bool:
         """Ask ``node``, which may be in no round, to leave; this one does so at once. Whether it was there."""
         if node == self._node:
             self._go(reason)
             return True
-        key = self._keys.node(node)
-        there = self._store.get(key, Deadline.after(_LIMIT_S)).first
-        if there is None:
-            return False
+        there = self._store.get(self._keys.node(node), Deadline.after(_LIMIT_S)).first
+        return there is not None and self._request(node, there.create_revision, reason)
+
+    def _request(self, node: str, created: int, reason: str) -> bool:
+        """Ask the node of this name whose key was created at the revision ``created``; whether it is still there."""
+        guard = created_at(self._keys.node(node), created)
         put = Put(self._keys.eviction(node), LeaveRequest(reason=reason).encode())
-        guard = created_at(key, there.create_revision)
         return self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S)).succeeded
 
     def _go(self, reason: str) -> None:
