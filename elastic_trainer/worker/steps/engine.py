@@ -1182,7 +1182,8 @@ class Comparison:
     round discards its comparison: the next round makes states equal anyway.
 
     ``heal`` sends the source's state to the others; None: the training stops, by DifferError on all ranks.
-    ``whole``: these are all ranks, so the ledger has the number of a state. A rank that is alone takes that too.
+    ``whole``: these are all ranks, so the ledger notes the number of the state, also where a rank is alone. A shard's
+    number is not noted: ranks with different shards would have different ledgers.
     """
 
     def __init__(
@@ -1197,7 +1198,8 @@ class Comparison:
         self._whole = whole
         checks = context.options.checks
         self._control, self._compared, self._heal = control, compared, heal
-        self._records, self._alone_every = context.records, checks.compare_every_steps if control.alone else None
+        self._records = context.records
+        self._alone_every = checks.compare_every_steps if control.alone and whole else None
         self._tracker, self._node = context.tracker, context.environment.node
         self._every = 0 if control.alone else checks.compare_every_steps or 0
         self._audit_every = 0 if control.alone else checks.audit_every or 0

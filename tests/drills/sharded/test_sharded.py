@@ -145,6 +145,7 @@ class Sharded:
         assert not processes.marked(job.ledger_marks)
         logs = "".join(job.log(node.name) for node in job.nodes)
         assert '"ranks.differed"' not in logs
+        assert '"ledger.differs"' not in logs
         assert any(f'"{each}.loaded"' in logs for each in ("checkpoint", "snapshot")) == restarted
         found = audit(job.lines(), SAMPLES)
         assert found.exact, found.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
 from elastic_trainer.worker.model import digests
-from elastic_trainer.worker.steps.engine import Difference, difference
+from elastic_trainer.worker.steps.engine import Comparison, Difference, difference
+from elastic_trainer.worker.steps.options import CheckOptions
 from tests.unit.worker.ranks import run_ranks
 
 NAMES = ("a", "b", "c")
@@ -37,6 +39,24 @@ def test_one_sum_says_whether_all_ranks_have_the_same_number(numbers: tuple[int,
         return EqualityCheck(control, Purpose.COMPARE, numbers[control.rank]).wait()
 
     assert set(run_ranks(len(numbers), ask)) == {len(set(numbers)) == 1}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_rank_that_is_alone_notes_the_number_of_a_state_and_never_that_of_a_shard(whole: bool) -> None:
+    """Ranks of one node have different shards, and one ledger."""
+    noted: list[int] = []
+    shard: Any = SimpleNamespace(named=lambda: [("a", torch.ones(3))])
+    context: Any = SimpleNamespace(
+        options=SimpleNamespace(checks=CheckOptions(compare_every_steps=2)),
+        records=SimpleNamespace(add_digest=lambda step, number, on_device: noted.append(step)),
+        tracker=None,
+        environment=SimpleNamespace(node="n0"),
+    )
+    alone: Any = SimpleNamespace(alone=True)
+    comparison = Comparison(alone, shard, context, None, whole=whole)
+    for step in range(1, 6):
+        comparison.after_step(step)
+    assert noted == ([2, 4] if whole else [])
 
 
 def assorted() -> list[torch.Tensor]:
