@@ -60,8 +60,8 @@ PINGED_EVERY_S: Final = 0.1
 
 
 class Suspicion(PeriodicThread):
-    """The thread ``suspicion``; see the module. ``seen`` is told of a worker that is left behind: its process id, why,
-    and the kernel's state of it."""
+    """The thread ``suspicion``; see the module. ``seen(pid, reason, state)`` is called for a worker that is left
+    behind, with the kernel's state of it."""
 
     def __init__(
         self,

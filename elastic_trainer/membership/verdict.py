@@ -130,7 +130,7 @@ def _first_sight(case: Case) -> _Finding:
         return _read(case, [*logged, *ended])
     if ended:
         return _read(case, ended)
-    if unreached := [*(each for each in own if each.kind is ClueKind.UNREACHED), *_unreached(incident)]:
+    if unreached := _unreached(incident):
         return _read(case, unreached)
     if incident.cause is Cause.STALLED:
         return _stalled(case)

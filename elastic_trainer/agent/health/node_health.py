@@ -158,7 +158,7 @@ class Health:
         self._pending: list[Incident] = []
         self._awaits_clues = False
         self._failed = set[int]()
-        """The workers whose Session is known to have failed."""
+        """The workers whose Session is known to have failed, as long as their pages are here."""
         self._stacks_of = set[tuple[int, float]]()
         """The waits (process id and last progress) whose stacks are known, or about to be."""
         self._waits_unseen: deque[Reading] = deque()
@@ -237,10 +237,11 @@ class Health:
 
     def _look_at_failures(self) -> None:
         """Keep how Sessions ended, each once: others may judge before the process has exited."""
-        for each in self._pages.failed():
+        failed = self._pages.failed()
+        for each in failed:
             if each.pid not in self._failed:
-                self._failed.add(each.pid)
                 self._ports.clues.failed(each)
+        self._failed = {each.pid for each in failed}
 
     def _look_at_waits(self, readings: list[Reading]) -> None:
         """Have the writer look where these workers wait for others, once for each wait: a stack may take seconds."""

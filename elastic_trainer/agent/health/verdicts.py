@@ -357,11 +357,11 @@ class Verdicts:
         now = self._clock.monotonic()
         if self._awaited[0] is not incident:
             self._awaited = (incident, now)
-        case = self._case_of(incident, current)
-        if awaits(incident, case.clues) and not last and now - self._awaited[1] < PATIENCE_S:
+        health = self._ports.told()
+        if self._waits(incident, health) and not last and now - self._awaited[1] < PATIENCE_S:
             return None
-        self._case = case
-        verdict = judge(case)
+        self._case = self._case_of(incident, current, health)
+        verdict = judge(self._case)
         _log(incident, verdict)
         return incident.model_copy(update={"verdict": verdict})
 
@@ -402,9 +402,9 @@ class Verdicts:
             if now - each.looked_at < AGAIN_S:
                 continue
             each.looked_at = now
-            case = self._case_of(each.incident, current)
-            if not awaits(each.incident, case.clues):
-                verdict = judge(case)
+            health = self._ports.told()
+            if not self._waits(each.incident, health):
+                verdict = judge(self._case_of(each.incident, current, health))
                 _log(each.incident, verdict)
                 return each.key, each.incident, each.incident.model_copy(update={"verdict": verdict})
         return None
@@ -413,8 +413,12 @@ class Verdicts:
         """The better verdict on the incident at ``key`` is written."""
         self._early = [each for each in self._early if each.key != key]
 
-    def _case_of(self, incident: Incident, current: RoundDocument | None) -> Case:
-        health, limits = self._ports.told(), self._limits
+    def _waits(self, incident: Incident, health: Mapping[str, NodeHealth]) -> bool:
+        """Whether its clues are still to come."""
+        return awaits(incident, clues_of(incident, health, self._clues.all())[0])
+
+    def _case_of(self, incident: Incident, current: RoundDocument | None, health: Mapping[str, NodeHealth]) -> Case:
+        limits = self._limits
         clues, older = clues_of(incident, health, self._clues.all())
         members = [member.node for member in current.members] if current is not None else []
         return Case(

@@ -363,7 +363,7 @@ STORE_S: Final = 5.0
 _ASKED: Final = 3
 """Neighbours that are asked for a bundle whose publisher is gone."""
 _HOLDERS: Final = 16
-"""About so many nodes of a run keep a bundle in memory, the one that published it aside."""
+"""About so many nodes of a run keep a bundle in memory, beside the one that published it."""
 _NICE: Final = 10
 
 

@@ -112,8 +112,8 @@ def kill_now(pid: int, reason: str, **more: int) -> bool:
 class HungWorkers:
     """The workers that were killed because they hung, and why: their node reports that cause instead of "lost".
 
-    ``count()`` is called for each; ``page_of(pid)`` is the heartbeat page of a worker; ``seen`` is told of each before
-    it is killed: its process id, why, the kernel's state of it, and its stacks.
+    ``count()`` is called for each; ``page_of(pid)`` is the heartbeat page of a worker. ``seen`` is called for each
+    before it is killed, with its process id, why, the kernel's state of it, and its stacks.
     """
 
     def __init__(
