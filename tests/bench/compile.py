@@ -1,5 +1,7 @@
 """A compiled GPT in restart mode: a worker killed, a node joining, against the same script uncompiled, and under c10d.
 
+Compiled twice: as torch does it, with a graph for each of DDP's buckets, and ``unsplit`` (see compile_job).
+
 Two nodes on this machine, as root each on a host of its own, so that the second has compiled nothing. (Those of c10d,
 whose workers do not find each other across such hosts, share this one: the second finds the first's caches.) Each
 repeat and column: one node starts and compiles, another joins, its worker is killed several times. ``kill_s`` is from
@@ -89,6 +91,7 @@ def columns(endpoint: str, width: str, quick: bool) -> dict[str, Column]:
     chosen = [
         Column("etcd3_plain", "etcd3", endpoint, OPTIONS, script=plain),
         Column("etcd3_compiled", "etcd3", endpoint, OPTIONS, script=compiled),
+        Column("etcd3_unsplit", "etcd3", endpoint, OPTIONS, script=(SCRIPT, width, "unsplit")),
         Column("c10d_plain", "c10d", options=TUNED, environment=SHARED_STORE_OFF, script=plain),
         Column("c10d_compiled", "c10d", options=TUNED, environment=SHARED_STORE_OFF, script=compiled),
     ]
@@ -104,7 +107,7 @@ def measure(column: Column, place: Path, kills: int, quiet_s: float) -> Taken:
         job.segment = None if together else job.segment
         begun = start(job, 1, START_LIMIT_S)
         cold = first_steps(job, "n0")
-        if column.name == "etcd3_compiled":
+        if column.name in ("etcd3_compiled", "etcd3_unsplit"):
             await_published(job)
         pause(quiet_s)
         joined = join(job, LIMIT_S)

@@ -1,9 +1,9 @@
-"""A GPT under DDP that knows nothing of this project, compiled or not: ``compile_job.py WIDTH [compiled] DIRECTORY``.
+"""A GPT under DDP that knows nothing of this project: ``compile_job.py WIDTH [compiled | unsplit] DIRECTORY``.
 
-With WIDTH 128 it has nanoGPT's CPU settings: 4 layers, 4 heads, 64 tokens, 12 samples. It resumes from its newest
-checkpoint, and writes ``time round rank world step pid`` to ``DIRECTORY/NODE-0.txt`` for each step. To
-``DIRECTORY/NODE.first`` it writes what the first step took: seconds, seconds of CPU with its child processes, and those
-since the process began.
+``unsplit`` is compiled too, as one graph instead of one for each of DDP's buckets. With WIDTH 128 it has nanoGPT's CPU
+settings: 4 layers, 4 heads, 64 tokens, 12 samples. It resumes from its newest checkpoint, and writes ``time round rank
+world step pid`` to ``DIRECTORY/NODE-0.txt`` for each step. To ``DIRECTORY/NODE.first`` it writes what the first step
+took: seconds, seconds of CPU with its child processes, and those since the process began.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ def cpu_s() -> float:
     return sum(os.times()[:4])
 
 
-def train(directory: Path, compiled: bool, width: int) -> None:
+def train(directory: Path, kind: str, width: int) -> None:
     torch.set_num_threads(1)
+    if kind == "unsplit":
+        torch._dynamo.config.optimize_ddp = False
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = GPT(width)
-    model = DistributedDataParallel(torch.compile(plain) if compiled else plain)
+    model = DistributedDataParallel(torch.compile(plain) if kind != "plain" else plain)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     checkpoint, step, first = directory / "checkpoint.pt", 0, True
     if checkpoint.exists():
@@ -94,4 +96,4 @@ def train(directory: Path, compiled: bool, width: int) -> None:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[-1]), "compiled" in sys.argv, int(sys.argv[1]))
+    train(Path(sys.argv[-1]), sys.argv[2] if len(sys.argv) > 3 else "plain", int(sys.argv[1]))
