@@ -336,7 +336,7 @@ class RendezvousOptions(Frozen):
         ge=1,
         description=(
             "failures at one step that end the run; in place so do as many rounds without a committed "
-            "step, but at least 10"
+            "step, and of a script without a Session as many equal lives in a row, but at least 10"
         ),
     )
     preflight: PreflightMode = Field(

@@ -6,7 +6,8 @@ before it are compared: a fault that meets the same batch on another node is not
 node on other batches is.
 
 A verdict is a suspicion that becomes surer with each incident. It says "stop" only where the same fault has come back
-without a step between, as often as ``failure_limit`` says, or ten lives of unknown progress have ended alike.
+without a step between, as often as ``failure_limit`` says, or ten lives of unknown progress have ended alike (more, if
+``failure_limit`` is more), and not by what comes from outside.
 """
 
 from __future__ import annotations
@@ -533,7 +534,7 @@ def _compared(case: Case, found: _Finding) -> tuple[_Finding, Advice, tuple[str,
         told.append(f"it has come {again} times in a row without a step between")
         loops = again > case.limit and found.culprit in _HELPLESS and not case.incident.resumed
         advice = Advice.STOP if ended or loops else advice
-    elif not (case.incident.resumed and case.incident.step) and (lives := _storm(case, found)) >= STORM:
+    elif not (case.incident.resumed and case.incident.step) and (lives := _storm(case, found)):
         told.append(f"{lives} lives in a row ended in this way, each after about as long")
         advice = Advice.STOP
     if ended and advice is not Advice.STOP:
@@ -587,9 +588,9 @@ def _without_progress(found: _Finding, past: Sequence[_Past]) -> int:
 
 
 def _storm(case: Case, found: _Finding) -> int:
-    """How many lives in a row, of whose steps nothing is known, ended like this one after about as long."""
-    if found.culprit is Culprit.SCHEDULER:
-        return 0
+    """How many lives in a row, of unknown steps, ended like this one after about as long; 0 if they are too few."""
+    if found.culprit not in _HELPLESS:
+        return 0  # somebody who kills a worker each minute would stop the run
     walls = [case.incident.wall]
     for each in (past for past in case.before if past.kind == "round"):
         alike = each.verdict is not None and each.verdict.signature == found.signature
@@ -597,7 +598,7 @@ def _storm(case: Case, found: _Finding) -> int:
             break
         walls.append(each.wall)
     lives = [late - early for late, early in pairwise(walls)]
-    for count in range(len(lives), 0, -1):
+    for count in range(len(lives), max(STORM, case.limit) - 1, -1):
         shortest, longest = min(lives[:count]), max(lives[:count])
         if longest <= min(STORM_LIFE_S, STORM_SPREAD * max(shortest, 1.0)):
             return count

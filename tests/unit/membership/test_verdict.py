@@ -264,6 +264,22 @@ def test_a_storm_of_equal_lives_ends() -> None:
     assert judged(last, incident=now, before=uneven).advice is Advice.GO_ON
 
 
+def test_who_wants_more_lives_says_so_by_the_limit_of_failures() -> None:
+    now, last = incident(wall=1000.0, step=0), clue(batch=None, step=0)
+    for lives, advice in ((STORM, Advice.GO_ON), (STORM + 5, Advice.STOP)):
+        assert judged(last, incident=now, before=storm(lives, 70.0), limit=STORM + 5).advice is advice
+
+
+def test_kills_from_outside_are_no_storm() -> None:
+    """A drill that kills a worker each minute, of a script whose steps nobody knows."""
+    now = incident(wall=1000.0, step=0)
+    killed = clue(kind=ClueKind.SIGNAL, code=-9, text="rank 1 on b was killed by SIGKILL", batch=None, step=0)
+    said = judged(killed)
+    assert said.culprit is Culprit.OUTSIDE
+    before = [each.model_copy(update={"verdict": said}) for each in storm(3 * STORM, 60.0)]
+    assert judged(killed, incident=now, before=before).advice is Advice.GO_ON
+
+
 def test_nobody_is_left_out_that_cannot_be_spared() -> None:
     broken = clue(text="rank 1 on b ended with exit code 1: CUDA error: uncorrectable ECC error")
     case = Case(incident(), [broken], nodes=("a", "b", "lost"), members=("a", "b"), least=2)
