@@ -229,6 +229,8 @@ class Stage:
         self.until(lambda: not self.cluster.running, "the end of the job")
         self.observe()
         codes = {name: self.node(name).exit_code() for name in members}
+        if any('"ledger.differs"' in node.log.read_text(errors="replace") for node in self.cluster.nodes):
+            problems.append("ranks had different ledgers")
         return problems + [f"node {name} exited with {code}" for name, code in codes.items() if code != 0]
 
     def digests(self) -> list[Digest]:
