@@ -7,7 +7,7 @@ person who did it would answer to "what failed, and where?".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from elastic_trainer.model import Advice, Culprit
 
@@ -47,6 +47,27 @@ BOTH: Final = ("n0", "n1")
 RAISE = "# step\nraise {}"
 SEGV = "# step\nimport os\nos.kill(os.getpid(), 11)"
 NATIVE = "# step\nimport os\nos.kill(os.getpid(), {})"
+EIO = "raise OSError(5, 'Input/output error')"
+ENDS: Final[dict[str, Any]] = {"on": "all", "advice": STOP, "ends": True}
+
+
+def missing(name: str, *, restart: bool = False) -> Labelled:
+    """A script that cannot start on any node."""
+    code = "# start again\nimport no_such_module"
+    return Labelled(name, "start", Culprit.SCRIPT, code, nodes=BOTH, act="begin", restart=restart, **ENDS)
+
+
+def poison(name: str, does: str) -> Labelled:
+    """One batch does this to whoever computes it."""
+    code = f"# step again\nimport os\nif {POISON} in ids: {does}"
+    return Labelled(name, "poison", Culprit.DATA, code, nodes=None, start=3, times=3, **ENDS)
+
+
+def full(name: str, error: str) -> Labelled:
+    """Checkpoints cannot be written."""
+    more: dict[str, Any] = {"incident": "checkpoint_failed", "flags": "--save-every 0.5"}
+    return Labelled(name, "save fails", Culprit.STORAGE, f"# save again\n{error}", on="all", nodes=None, **more)
+
 
 FAULTS: Final = (
     # 1. the script raises
@@ -83,29 +104,8 @@ FAULTS: Final = (
         code="# between\nsession.all_reduce(torch.ones(1))",
     ),
     # 5. the script cannot start
-    Labelled(
-        "a module is missing",
-        "start",
-        Culprit.SCRIPT,
-        "# start again\nimport no_such_module",
-        on="all",
-        nodes=BOTH,
-        advice=STOP,
-        ends=True,
-        act="begin",
-    ),
-    Labelled(
-        "a module is missing, restart",
-        "start",
-        Culprit.SCRIPT,
-        "# start again\nimport no_such_module",
-        on="all",
-        nodes=BOTH,
-        advice=STOP,
-        ends=True,
-        act="begin",
-        restart=True,
-    ),
+    missing("a module is missing"),
+    missing("a module is missing, restart", restart=True),
     # 6. the data set raises
     Labelled("a bad row", "data raises", Culprit.DATA, "# data\nraise ValueError('row is empty')"),
     Labelled("a bad text", "data raises", Culprit.DATA, "# data\nb'\\xff'.decode()"),
@@ -116,42 +116,9 @@ FAULTS: Final = (
         "a bad row, all begin anew", "data raises", Culprit.DATA, "# data\nraise ValueError('empty')", restart=True
     ),
     # 7. a batch kills whoever computes it
-    Labelled(
-        "a batch raises",
-        "poison",
-        Culprit.DATA,
-        f"# step again\nif {POISON} in ids: raise ValueError('label 12')",
-        on="all",
-        nodes=None,
-        start=3,
-        times=3,
-        advice=STOP,
-        ends=True,
-    ),
-    Labelled(
-        "a batch crashes",
-        "poison",
-        Culprit.DATA,
-        f"# step again\nimport os\nif {POISON} in ids: os.kill(os.getpid(), 11)",
-        on="all",
-        nodes=None,
-        start=3,
-        times=3,
-        advice=STOP,
-        ends=True,
-    ),
-    Labelled(
-        "a batch kills",
-        "poison",
-        Culprit.DATA,
-        f"# step again\nimport os\nif {POISON} in ids: os.kill(os.getpid(), 9)",
-        on="all",
-        nodes=None,
-        start=3,
-        times=3,
-        advice=STOP,
-        ends=True,
-    ),
+    poison("a batch raises", "raise ValueError('label 12')"),
+    poison("a batch crashes", "os.kill(os.getpid(), 11)"),
+    poison("a batch kills", "os.kill(os.getpid(), 9)"),
     # 8. the data set gives nothing
     Labelled(
         "a row never comes",
@@ -199,44 +166,13 @@ FAULTS: Final = (
         " backend='eager')(torch.ones(1))",
     ),
     # 13. checkpoints cannot be written
-    Labelled(
-        "a full disk",
-        "save fails",
-        Culprit.STORAGE,
-        "# save again\nraise OSError(28, 'No space left on device')",
-        on="all",
-        nodes=None,
-        incident="checkpoint_failed",
-        flags="--save-every 0.5",
-    ),
-    Labelled(
-        "a broken disk",
-        "save fails",
-        Culprit.STORAGE,
-        "# save again\nraise OSError(5, 'Input/output error')",
-        on="all",
-        nodes=None,
-        incident="checkpoint_failed",
-        flags="--save-every 0.5",
-    ),
+    full("a full disk", "raise OSError(28, 'No space left on device')"),
+    full("a broken disk", EIO),
     # 14. data cannot be read
-    Labelled("an I/O error", "read fails", Culprit.STORAGE, "# data\nraise OSError(5, 'Input/output error')"),
+    Labelled("an I/O error", "read fails", Culprit.STORAGE, f"# data\n{EIO}"),
     Labelled("a stale handle", "read fails", Culprit.STORAGE, "# data\nraise OSError(116, 'Stale file handle')"),
-    Labelled(
-        "an I/O error of rank 0",
-        "read fails",
-        Culprit.STORAGE,
-        "# data\nraise OSError(5, 'Input/output error')",
-        on="n0",
-        nodes=("n0",),
-    ),
-    Labelled(
-        "an I/O error, restart",
-        "read fails",
-        Culprit.STORAGE,
-        "# data\nraise OSError(5, 'Input/output error')",
-        restart=True,
-    ),
+    Labelled("an I/O error of rank 0", "read fails", Culprit.STORAGE, f"# data\n{EIO}", on="n0", nodes=("n0",)),
+    Labelled("an I/O error, restart", "read fails", Culprit.STORAGE, f"# data\n{EIO}", restart=True),
     # 15. the network between two
     Labelled("a newcomer is not reached", "parted", Culprit.NETWORK, act="part_newcomer", nodes=("n1", "n2")),
     # 16. one machine's hardware, by its words
