@@ -1,6 +1,6 @@
 """Verdicts on labelled faults: how many are right, and how long after an incident's end each is there.
 
-Each fault of both sets strikes a job of real nodes, one after the other, in one etcd. ``right`` means the culprit, its
+Each fault of all sets strikes a job of real nodes, one after the other, in one etcd. ``right`` means the culprit, its
 node and what to do. Faults that need hosts of their own (root, ``ip``) are left out elsewhere.
 """
 
@@ -18,11 +18,12 @@ from tests.bench.report import Report, at_least, at_most_time, emit, median, not
 from tests.drills.verdicts.faults import FAULTS, Labelled
 from tests.drills.verdicts.other import OTHER
 from tests.drills.verdicts.striking import KERNEL, play
+from tests.drills.verdicts.third import THIRD
 from tests.support.networks import AnySegment
 
-NEED_HOSTS = (*KERNEL, "part_newcomer")
+NEED_HOSTS = (*KERNEL, "part_newcomer", "part_for_a_while", "trace_worker")
 QUICK = ("a shape", "a bad row")
-SETS = {"first": FAULTS, "second": OTHER}
+SETS = {"first": FAULTS, "second": OTHER, "third": THIRD}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

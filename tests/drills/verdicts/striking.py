@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -17,10 +19,25 @@ from elastic_trainer.membership.documents import Incident
 from elastic_trainer.model import Cause, Culprit
 from tests.drills.endings.job import Job
 from tests.drills.verdicts.faults import Labelled
+from tests.support.metadata import MetadataServer
 
 SCRIPT = Path(__file__).with_name("train.py")
 KMSG = "kmsg"
-KERNEL = ("oom", "xid", "machine_check", "disk")
+KERNEL = ("oom", "xid", "machine_check", "disk", "dimm", "pcie")
+TRACER = """
+import ctypes, os, sys
+library = ctypes.CDLL(None)
+for thread in os.listdir(f"/proc/{sys.argv[1]}/task"):
+    if library.ptrace(16, int(thread), None, None) == 0:  # PTRACE_ATTACH
+        os.waitpid(int(thread), 0x40000000)  # __WALL
+        print("stopped", flush=True)
+try:
+    while True:
+        os.waitpid(-1, 0x40000000)
+except ChildProcessError:
+    pass
+"""
+"""What a debugger does whose user is away: it stops all threads of a process, and lets them go when that is killed."""
 PLANNED = (Cause.NODE_JOINED, Cause.NODE_LEFT)
 
 
@@ -61,8 +78,26 @@ class Struck(Job):
             **more,
         }
         self.fault = fault
+        self.cloud = MetadataServer() if fault.act == "preempt" else None
+        self.tracers: list[subprocess.Popen[bytes]] = []
+        if self.cloud is not None:
+            options["preemption"] = f"gce@{self.cloud.url}"
         entry = [str(SCRIPT), str(directory), *fault.flags.split()]
         super().__init__(directory, endpoint, run, least=1, most=3, options=options, entry=entry)
+
+    def __enter__(self) -> Self:
+        if self.cloud is not None:
+            self.cloud.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            if self.cloud is not None:
+                self.cloud.__exit__(*error)
+        for tracer in self.tracers:  # what they trace is dead
+            tracer.communicate(timeout=30)
 
     def break_it(self) -> None:
         """Do what the fault says, once."""
@@ -144,6 +179,37 @@ def _part(job: Struck) -> None:
         segment.part(one, other)
 
 
+def _part_for_a_while(job: Struck) -> None:
+    segment = job.segment
+    if segment is None:
+        pytest.skip("needs hosts of their own")
+    for one, other in (("n0", "n1"), ("n1", "n0")):
+        segment.part(one, other)
+    pause(15.0)  # longer than a collective may take
+    for one, other in (("n0", "n1"), ("n1", "n0")):
+        segment.reunite(one, other)
+
+
+def _drain(job: Struck) -> None:
+    words = ["drain", job.spec.run, "--node", "n1", "--endpoint", job.spec.endpoint]
+    subprocess.run([sys.executable, "-m", "elastic_trainer", *words], check=True, timeout=180)
+
+
+def _preempt(job: Struck) -> None:
+    assert job.cloud is not None
+    job.cloud.preempt()
+
+
+def _trace(job: Struck) -> None:
+    worker = job.node("n1").worker()
+    assert worker is not None
+    tracer = subprocess.Popen([sys.executable, "-c", TRACER, str(worker.pid)], stdout=subprocess.PIPE)
+    job.tracers.append(tracer)
+    assert tracer.stdout is not None
+    if not tracer.stdout.readline():
+        pytest.skip("needs the right to trace processes")
+
+
 ACTS: Mapping[str, Callable[[Struck], object]] = {
     "begin": lambda job: None,
     "oom": _oom,
@@ -152,12 +218,22 @@ ACTS: Mapping[str, Callable[[Struck], object]] = {
         "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 7: dc00008001010090", signal.SIGBUS
     ),
     "disk": _with_line("blk_update_request: I/O error, dev sdb, sector 12345", signal.SIGBUS),
+    "dimm": _with_line(
+        "Memory failure: 0x3a1b5c7: Sending SIGBUS to python3:4242 due to hardware memory corruption", signal.SIGBUS
+    ),
+    "pcie": _with_line(
+        "pcieport 0000:80:01.1: AER: Uncorrectable (Fatal) error message received from 0000:81:00.0", signal.SIGABRT
+    ),
     "kill_worker": _kill,
     "kill_node": lambda job: job.node("n1").kill(),
     "freeze_worker": _freeze,
     "terminate_node": lambda job: job.node("n1").terminate(),
     "join": lambda job: job.add(),
     "part_newcomer": _part,
+    "part_for_a_while": _part_for_a_while,
+    "drain": _drain,
+    "preempt": _preempt,
+    "trace_worker": _trace,
 }
 
 
