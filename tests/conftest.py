@@ -23,6 +23,7 @@ from elastic_trainer.local.hosts import ClusterError, current, lacks
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.torch_internals import SHARDED
 from elastic_trainer.variables import ENV_LOG_FORMAT
+from elastic_trainer.warm.template import CACHES
 from tests.support.networks import AnySegment
 from tests.support.requirements import missing, needs_torch
 from tests.support.s3server import BUCKET, S3Server, serving, use
@@ -176,6 +177,16 @@ def logs_as_before() -> Iterator[None]:
         structlog.reset_defaults()
     else:
         structlog.configure(**before)
+
+
+@pytest.fixture(autouse=True)
+def caches_as_before() -> Iterator[None]:
+    """An agent sets variables of its process for its workers; tests that are an agent leave none to others."""
+    before = {name: os.environ.get(name) for name in CACHES}
+    yield
+    for name in CACHES:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 @pytest.fixture(scope="session")

@@ -144,15 +144,17 @@ _OF_ONE_WORKER = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
     "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_DIST_USE_NCCL2",
-    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
 })  # fmt: skip
 """Variables that differ between workers: a module that reads one during its import is not preloaded."""
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""An agent sets these for its workers. Compilers read them when they compile. (torch._dynamo reads one during its
+import, for a cache that TORCH_CACHING_PRECOMPILE alone uses.)"""
 _PREFIXES = ("TORCHELASTIC_", "ELASTIC_TRAINER_")
 
 
 def of_one_worker(name: str) -> bool:
-    """Whether the variable ``name`` belongs to one worker, or one of its lives."""
-    return name in _OF_ONE_WORKER or name.startswith(_PREFIXES)
+    """Whether the variable ``name`` belongs to one worker, or one of its lives, or to the workers of one node."""
+    return name in _OF_ONE_WORKER or name in CACHES or name.startswith(_PREFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ class _Watched(os._Environ):  # type: ignore[type-arg]
         try:
             return super().__getitem__(key)  # the template's variables are those of all its forks
         except KeyError:
-            if of_one_worker(key):
+            if of_one_worker(key) and key not in CACHES:
                 _read.append(key)
             raise
 

@@ -52,14 +52,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig
 
 from elastic_trainer import torch_internals
-from elastic_trainer.agent.workers.compile_cache import VARIABLES as CACHES
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT, ConfigError, ElasticTrainerError, last_line
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.torch_internals import WorkerStart
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
-from elastic_trainer.warm.template import OPTIONS, of_one_worker
+from elastic_trainer.warm.template import CACHES, OPTIONS, of_one_worker
 
 if TYPE_CHECKING:
     from elastic_trainer.membership.documents import RoundDocument

@@ -58,14 +58,13 @@ from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import CompileBundle, DocumentError
 from elastic_trainer.store.api import Put, RunKeys, Store, unchanged
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.warm.template import COMPILERS
+from elastic_trainer.warm.template import CACHES, COMPILERS
 
 # ---- whose caches: the key, and the directory
 
 
 KEPT_S: Final = 7 * 24 * 3600.0
 """How long the caches of a script that does not run here are kept."""
-VARIABLES: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ def claim(script: str, limit_mb: int) -> Home | None:
     reason = ""
     if limit_mb == 0:
         reason = "compile_cache_mb=0"
-    elif given := [name for name in VARIABLES if os.environ.get(name)]:
+    elif given := [name for name in CACHES if os.environ.get(name)]:
         reason = f"{given[0]} is set"
     if not reason:
         try:

@@ -36,6 +36,7 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import CompileBundle
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.torch_internals import header_directory
+from elastic_trainer.warm.template import CACHES
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 MEGABYTE = 1 << 20
@@ -85,7 +86,7 @@ def test_a_key_follows_the_code_and_the_machine_but_not_the_place(tmp_path: Path
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in compile_cache.VARIABLES:
+    for name in CACHES:
         monkeypatch.setenv(name, "")
     return tmp_path
 
@@ -97,7 +98,7 @@ def test_workers_are_led_to_a_directory_that_is_this_users_alone(machine: Path) 
     assert os.environ["TRITON_CACHE_DIR"] == f"{found.cache}/triton"
     assert found.cache.stat().st_mode & 0o077 == 0
     assert found.cache.is_relative_to(machine)
-    for name in compile_cache.VARIABLES:
+    for name in CACHES:
         os.environ[name] = ""
     assert claim("train.py", 1) == found
 
@@ -114,7 +115,7 @@ def test_directories_of_torch_are_closed_to_others_and_old_caches_removed(machin
         write(found.cache.with_name(name) / "kernel")
         at = found.cache.stat().st_mtime - age_s
         os.utime(found.cache.with_name(name), (at, at))
-    for name in compile_cache.VARIABLES:
+    for name in CACHES:
         os.environ[name] = ""
     assert claim("train.py", 1) == found
     assert {each.name for each in found.cache.parent.iterdir()} == {found.key, "recent"}
@@ -127,7 +128,7 @@ def test_a_library_that_a_killed_node_left_unfinished_is_removed_when_it_starts_
     torn, whole = (write(found.cache / "ab" / f"{size}.so", library(size, 200)) for size in (150, 200))
     write(lock := found.cache / "locks" / "150.lock")
     for busy in (True, False):
-        for name in compile_cache.VARIABLES:
+        for name in CACHES:
             os.environ[name] = ""
         with lock.open("rb") as held:
             if busy:
