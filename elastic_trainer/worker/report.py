@@ -341,11 +341,12 @@ class HeartbeatReporter:
 
     # ---- checkpoints
 
-    def operated(self, what: str, duration_s: float, *, ok: bool) -> None:
-        """Count a ``save`` or ``load`` and its duration."""
+    def operated(self, what: str, duration_s: float, *, ok: bool, error: str = "") -> None:
+        """Count a ``save`` or ``load`` and its duration. ``error``: why a save failed, in one line."""
         self.count_event(f"{what}.{'ok' if ok else 'failed'}")
         if what == "save":
             self._notes["saves_failing"] = 0 if ok else self._notes.get("saves_failing", 0) + 1
+            self._notes["save_error"] = error
         if ok:
             for name, amount in observed(f"{what}_s", duration_s, SAVE_BUCKETS).items():
                 self.count_event(name, amount)

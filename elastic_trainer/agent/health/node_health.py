@@ -88,7 +88,7 @@ REPEATED_INCIDENT_S: Final = 600.0
 ALIVE_EVERY_S: Final = 5.0
 _STOPS_KEPT: Final = 100
 _NOTICED: Final = (
-    ("save.failed", "checkpoint_failed", "a checkpoint could not be saved; the log of rank 0 says why"),
+    ("save.failed", "checkpoint_failed", "a checkpoint could not be saved"),
     ("nonfinite_steps", "nonfinite_loss", "the loss was NaN or infinite"),
     ("differences", "ranks_differ", "ranks held different parameters; the workers' logs name the first"),
 )
@@ -328,7 +328,7 @@ class Health:
                 each = self._waits_unseen.popleft()
                 self._ports.clues.waits(each, stacks_of(each.pid, each.path))
             readings, counters = self._pages.living(), self._pages.counters()
-            self._notice(counters)
+            self._notice(readings, counters)
             self._notice_audits(readings)
             self._ports.store.write(self.report(readings, counters))  # first: others judge by its clues
             self._awaits_clues = False
@@ -414,7 +414,7 @@ class Health:
             machine=self._subject.machine,
         )
 
-    def _notice(self, counters: Mapping[str, float]) -> None:
+    def _notice(self, readings: list[Reading], counters: Mapping[str, float]) -> None:
         """What went wrong without ending a round; rank 0's node reports what all ranks see."""
         current, now = self._round_now(), self._clock.monotonic()
         if current is not None and current.members and not current.is_first(self._node):
@@ -425,7 +425,9 @@ class Health:
             self._seen[name] = value
             if value > before and now - self._reported_at.get(kind, -math.inf) >= REPEATED_INCIDENT_S:
                 self._reported_at[kind] = now
-                self.add_note(kind, text)
+                errors = (each.notes.get("save_error") for each in readings) if kind == "checkpoint_failed" else ()
+                why = next(filter(None, errors), "")
+                self.add_note(kind, f"{text}: {why}" if why else text)
 
     def _notice_audits(self, readings: list[Reading]) -> None:
         """Which ranks compute wrong results, as the worker of rank 0 has found."""

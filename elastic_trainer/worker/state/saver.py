@@ -38,7 +38,7 @@ from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
+from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError, last_line
 from elastic_trainer.ipc.page import SAVE_SUFFIX
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
@@ -571,7 +571,7 @@ class Saver:
                 if wait:
                     in_round(self._part, save.done.wait)
         except (CheckpointError, NonFiniteError) as error:
-            self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
+            self._tracker.operated("save", self._clock.monotonic() - began, ok=False, error=last_line(error))
             if isinstance(error, NonFiniteError):
                 logger().error("checkpoint.failed", step=self._state.position.step, reason=str(error))
             raise
@@ -641,8 +641,9 @@ class Saver:
         if self._saves is not None and self._saves.full and self._when_behind is not WhenBehind.WAIT:
             given_up = self._saves.give_up_waiting() if self._when_behind is WhenBehind.REPLACE else None
             step = self._state.position.step if given_up is None else given_up.manifest.step
-            self._tracker.operated("save", 0.0, ok=False)
-            logger().warning("checkpoint.given_up", step=step, reason="storage is busy with the two before it")
+            reason = "storage is busy with the two before it"
+            self._tracker.operated("save", 0.0, ok=False, error=reason)
+            logger().warning("checkpoint.given_up", step=step, reason=reason)
             self.on_demand.given_up(step)
             if given_up is None:
                 self._last_s = self._clock.monotonic()
@@ -670,7 +671,8 @@ class Saver:
                     self._refused = True
                 elif not isinstance(save.error, CheckpointError):  # the manager has logged those
                     logger().error("checkpoint.failed", step=save.manifest.step, exc_info=save.error)
-                self._tracker.operated("save", 0.0, ok=False)
+                why = last_line(save.error) if save.error is not None else ""
+                self._tracker.operated("save", 0.0, ok=False, error=why)
                 if save.manifest.step == self._last_step:
                     self._last_step = None
             else:

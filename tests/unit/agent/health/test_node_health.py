@@ -415,6 +415,15 @@ def test_what_goes_wrong_again_and_again_is_reported_now_and_then(desk: Desk, co
     assert len(desk.kept) == 2
 
 
+def test_a_save_that_fails_is_reported_with_its_error(desk: Desk) -> None:
+    desk.round = round_of(3, "a", "b")
+    desk.health.publish()
+    desk.pages.readings = [desk.worker(1, rank=0, notes={"saves_failing": 1, "save_error": "OSError: full"})]
+    desk.pages.count_event("save.failed")
+    desk.health.publish()
+    assert [each.reason for each in desk.kept] == ["a checkpoint could not be saved: OSError: full"]
+
+
 def test_a_loss_that_all_ranks_find_is_reported_by_one_node(desk: Desk) -> None:
     """That of rank 0; a node that becomes it later does not report what was before."""
     desk.round = round_of(3, "b", "a")

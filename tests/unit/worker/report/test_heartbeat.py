@@ -226,10 +226,10 @@ def test_saves_and_loads_are_counted_with_how_long_they_took(bench: Bench) -> No
     tracker = bench.tracker
     for duration_s in (0.02, 0.03, 1000.0):
         tracker.note_save(7, 123, duration_s)
-    tracker.operated("save", 5.0, ok=False)
+    tracker.operated("save", 5.0, ok=False, error="OSError: full")
     tracker.operated("load", 2.0, ok=True)
     notes = bench.read().notes
-    assert notes["saves_failing"] == 1
+    assert (notes["saves_failing"], notes["save_error"]) == (1, "OSError: full")
     assert notes["saved"] == {"step": 7, "wall": bench.clock.wall(), "bytes": 123, "duration_s": 1000.0}
     counts = dict(notes["counts"])
     assert counts.pop("save_s.sum") == pytest.approx(1000.05)
