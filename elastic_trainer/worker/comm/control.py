@@ -61,6 +61,8 @@ from elastic_trainer.worker.report import HeartbeatReporter
 _REMOTE = re.compile(r"remote=\[([^\]\s]+)\]")
 _PORT = re.compile(r"(remote=\[[^\]\s]+\]):\d+(?:\$\d+)?")
 _IN_GLOO = re.compile(r"gloo/\S*\.(?:cc|h):\d+\]")
+_OWN_DEVICE = re.compile(r"out of memory|uncorrectable|ECC error|GPU is lost|fallen off the bus")
+"""What NCCL's errors say of the device that raises them."""
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
@@ -97,8 +99,8 @@ def trail(error: BaseException) -> list[str]:
 
 
 def origin(error: BaseException) -> dict[str, Any]:
-    """Where ``error`` comes from, for a verdict: the types of it and its causes, what this process did, and the line
-    of the script."""
+    """Where ``error`` comes from, for a verdict: the types of it and its causes, what this process did, the line of the
+    script, and the innermost cause in a few words."""
     types, at = list[str](), ""
     files = list[str]()
     for each in chain(error):
@@ -110,7 +112,8 @@ def origin(error: BaseException) -> dict[str, Any]:
         files = [code.co_filename for code, _ in frames] + files  # the cause lies deeper
         mine = next(((code, line) for code, line in frames if is_script(code.co_filename)), None)
         at = f"{Path(mine[0].co_filename).name}:{mine[1]} in {mine[0].co_name}" if mine is not None else at
-    return {"types": types[:_MOST_TYPES], "place": place_of(files), "at": at[:LONGEST_LINE]}
+    because = f"{type(each).__name__}: {summary(each)}" if each is not error else ""
+    return {"types": types[:_MOST_TYPES], "place": place_of(files), "at": at[:LONGEST_LINE], "because": because}
 
 
 _MOST_TYPES = 6
@@ -118,17 +121,20 @@ _MOST_TYPES = 6
 
 @contextmanager
 def collective(what: str) -> Iterator[None]:
-    """Turns any error of the body, which only peers can cause, into a RoundBrokenError."""
+    """Turns any error of the body into a RoundBrokenError: but for this rank's own device, only peers can cause it."""
     try:
         yield
     except RuntimeError as error:
+        if _OWN_DEVICE.search(str(error)):
+            raise
         raise RoundBrokenError(f"a peer was lost ({what}: {summary(error)})") from error
 
 
 def is_collective_failure(error: BaseException) -> bool:
     """Whether ``error`` or one of its causes is a collective that lost a peer."""
     return any(
-        isinstance(each, (RejoinError, TransientError, dist.DistError))
+        isinstance(each, (RejoinError, TransientError))
+        or (isinstance(each, dist.DistError) and not _OWN_DEVICE.search(str(each)))
         or (isinstance(each, RuntimeError) and _IN_GLOO.search(str(each)) is not None)
         for each in chain(error)
     )

@@ -21,6 +21,7 @@ from elastic_trainer.worker.comm.control import (
     Whereabouts,
     collective,
     is_collective_failure,
+    origin,
     summary,
     trail,
     tried,
@@ -108,6 +109,24 @@ def test_errors_of_torch_count_also_behind_others() -> None:
     assert not is_collective_failure(ConfigError(f"{PLACE} is in the text"))
     for words in ("S3 GET: socket timeout", "connection reset by peer", "gloo is not what I wanted", "nccl: timed out"):
         assert not is_collective_failure(RuntimeError(words))
+
+
+def test_a_rank_whose_own_device_fails_has_lost_no_peer() -> None:
+    """NCCL raises one type of error for both. What a step caught before it lost a peer changes nothing."""
+    full = dist.DistBackendError("NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'")
+    assert not is_collective_failure(full)
+    with pytest.raises(dist.DistBackendError), collective("all_reduce"):
+        raise full
+    lost = dist.DistBackendError("NCCL error: remote process exited")
+    lost.__context__ = MemoryError("out of memory")
+    assert is_collective_failure(lost)
+
+
+def test_the_origin_of_an_error_has_its_innermost_cause() -> None:
+    error = RuntimeError("DataLoader worker exited unexpectedly")
+    assert origin(error)["because"] == ""
+    error.__cause__ = RuntimeError("Bus error. It is possible that workers are out of shared memory.")
+    assert origin(error)["because"] == f"RuntimeError: {error.__cause__}"
 
 
 def test_people_see_no_numbers_of_gloo() -> None:
