@@ -1,12 +1,13 @@
 """Why workers died, and which of their lives failed at startup: before they could have met those of other nodes.
 
-Of a death: exit code or signal, last line of the exception, and whether the kernel killed for memory. A script that
+Of a death: exit code or signal, last line of the exception (of Python, or of C++ where error output goes to a file),
+and whether the kernel killed for memory. A script that
 cannot start (a failing import, a wrong argument) fails in the same way on every node, every time. A failure of one node
 alone is something else, so all members of the round have to report the same failure twice (see ``membership.rules``);
 and once the ranks have met, any of them may have caused the failure of another.
 
-*Runs in* torchrun's main thread, and for a minute of each life in a thread named ``startup``. *Owns* that thread, and
-the last count of OOM kills in this cgroup.
+*Runs in* torchrun's main thread, and for a minute of each life in a thread named ``startup``. *Owns* that thread, the
+last count of OOM kills in this cgroup, and how far torchrun's own output was read.
 *Fails by* nothing: what the kernel or the worker did not write stays unknown; if the kernel does not show listening
 sockets, a life counts as one whose workers have met others.
 """
@@ -14,6 +15,7 @@ sockets, a life counts as one whose workers have met others.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import struct
@@ -26,7 +28,7 @@ from typing import Any, Final
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.agent.workers.conductor import FalseStart
-from elastic_trainer.agent.workers.machine import last_lines
+from elastic_trainer.agent.workers.machine import end_of, last_lines, size_of, written_by
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import LONGEST_LINE
@@ -56,9 +58,10 @@ class Death:
 class Deaths:
     """See the module. ``events`` counts the OOM kills in this process's cgroup, which are those of its workers."""
 
-    def __init__(self, events: Path | None = None) -> None:
+    def __init__(self, events: Path | None = None, proc: Path = Path("/proc")) -> None:
         self._events = events if events is not None else own_events()
-        self._killed = self._kills()
+        self._killed, self._own = self._kills(), proc / "self"
+        self._read_to = {path: size_of(path) for path in written_by(self._own)}
 
     def look(self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str]) -> list[Death]:
         """How the failed workers died, the first one first. ``said``: the last line of each exception, by process
@@ -72,10 +75,24 @@ class Deaths:
                 how += ", because its cgroup was out of memory" if memory else ""
             else:
                 how = f"ended with exit code {each.exitcode}"
-            why = said.get(each.pid, "") or " ".join((_recorded(each) or _written(each)).split())[:LONGEST_LINE]
+            why = said.get(each.pid, "") or self._aborted(each)
+            why = why or " ".join((_recorded(each) or _written(each)).split())[:LONGEST_LINE]
             how += f": {why}" if why else ""
             found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how))
+        self._read_to = {path: size_of(path) for path in written_by(self._own)}
         return found
+
+    def _aborted(self, failure: ProcessFailure) -> str:
+        """What ``std::terminate`` or the allocator of glibc wrote before it aborted the process."""
+        if failure.exitcode != -signal.SIGABRT:
+            return ""
+        own = Path(failure.error_file).with_name("stderr.log")
+        read_to = {own: 0} if own.exists() else self._read_to
+        found = [match for path, begin in read_to.items() for match in _ABORTED.finditer(end_of(path, begin))]
+        if not found:
+            return ""
+        kind, what, checked = found[-1].groups()
+        return " ".join((checked or f"uncaught {kind}: {what or ''}").split())[:LONGEST_LINE]
 
     def _kills(self) -> int:
         try:
@@ -85,6 +102,11 @@ class Deaths:
             return 0
 
 
+_ABORTED: Final = re.compile(
+    r"^terminate called after throwing an instance of '([^'\n]+)'(?:\s*\n\s*what\(\):\s*([^\n]*))?"
+    r"|^(double free or corruption[^\n]*|(?:free|malloc|realloc)\(\): [^\n]*|\*\*\* [^\n]*: terminated)",
+    re.MULTILINE,
+)
 RESTARTED: Final = "an operator restarted its workers"
 
 

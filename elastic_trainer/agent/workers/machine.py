@@ -104,13 +104,13 @@ class LogTails:
         if not self._lines:
             return ()
         for each in readings:
-            self._files[each.local_rank] = _written_by(self._proc / str(each.pid))
+            self._files[each.local_rank] = written_by(self._proc / str(each.pid))
             self._ranks[each.local_rank] = each.pulse.rank
         sharing: dict[Path, list[int]] = {}
         for local_rank, files in sorted(self._files.items()):
             if (newest := max(files, key=_written, default=None)) is not None:
                 sharing.setdefault(newest, []).append(self._ranks[local_rank])
-        if not sharing and (files := _written_by(self._proc / "self")):
+        if not sharing and (files := written_by(self._proc / "self")):
             sharing[max(files, key=_written)] = []
         share = max(1, self._lines // max(1, len(sharing)))
         tails = ((path, ranks, last_lines(path, share)) for path, ranks in sharing.items())
@@ -121,7 +121,7 @@ class LogTails:
         )
 
 
-def _written_by(process: Path) -> tuple[Path, ...]:
+def written_by(process: Path) -> tuple[Path, ...]:
     """The regular files that are its standard output and error output."""
     found = dict[Path, None]()
     for number in ("1", "2"):
@@ -143,17 +143,30 @@ def _written(path: Path) -> float:
 
 def last_lines(path: Path, most: int) -> tuple[str, ...]:
     """The last lines of ``path`` that say something, without colours, as a terminal would leave them."""
+    lines = (_shown(each) for each in end_of(path).split("\n"))
+    return tuple([each for each in lines if each][-most:])
+
+
+def end_of(path: Path, begin: int = 0) -> str:
+    """The last lines of ``path`` behind byte ``begin``, as many as a block holds; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
-            begin = file.seek(max(0, end - _BLOCK))
+            begin = file.seek(max(begin, end - _BLOCK, 0))
             block = file.read(_BLOCK)
     except OSError:
-        return ()
-    if begin and b"\n" in block:
+        return ""
+    if begin == end - _BLOCK and b"\n" in block:
         block = block.partition(b"\n")[2]  # its first line is a part of one
-    lines = (_shown(each) for each in block.decode("utf-8", "replace").split("\n"))
-    return tuple([each for each in lines if each][-most:])
+    return block.decode("utf-8", "replace")
+
+
+def size_of(path: Path) -> int:
+    """The bytes of ``path``; 0 if it cannot be read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _shown(line: str) -> str:

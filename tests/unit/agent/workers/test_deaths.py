@@ -54,6 +54,37 @@ def test_a_worker_with_a_log_of_its_own_has_said_why(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("wrote", "told"),
+    [
+        (
+            "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n",
+            ": std::bad_alloc",
+        ),
+        (
+            "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: x\nframe #0\n",
+            "CUDA error: x",
+        ),
+        ("step 7\ndouble free or corruption (out)\n", "SIGABRT: double free or corruption (out)"),
+    ],
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_abort_has_the_words_of_its_exception(tmp_path: Path, wrote: str, told: str, shared: bool) -> None:
+    """From its own file, or from what came behind the last death in one that it shares with torchrun."""
+    (files := tmp_path / "self" / "fd").mkdir(parents=True)
+    log = tmp_path / "torchrun.log"
+    log.write_text("terminate called after throwing an instance of 'Earlier'\n  what():  of a run before\n")
+    (files / "2").symlink_to(log)
+    deaths = Deaths(tmp_path / "memory.events", tmp_path)
+    aborted = {0: failure(-6, error_file=str(tmp_path / "error.json"))}
+    with (log if shared else tmp_path / "stderr.log").open("a") as file:
+        file.write(wrote)
+    (found,) = deaths.look(aborted, {})
+    assert found.text.endswith(told)
+    if shared:
+        assert deaths.look(aborted, {})[0].text.endswith("SIGABRT")
+
+
 def test_ranks_are_those_of_the_round() -> None:
     failures = {0: failure(1, pid=7), 1: failure(1, pid=8)}
     assert by_rank(failures, {7: 4, 9: 0}) == {4: failures[0], 1: failures[1]}
