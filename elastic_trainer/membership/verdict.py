@@ -213,7 +213,10 @@ def _noted(case: Case) -> _Finding:
         case "ranks_differ":
             return _Finding(Culprit.SCRIPT, incident.reason, nodes=nodes, signature=incident.kind)
         case "checkpoint_failed":
-            return _Finding(Culprit.STORAGE, incident.reason, likely, nodes, signature=incident.kind)
+            found = _Finding(Culprit.STORAGE, incident.reason, likely, nodes, signature=incident.kind)
+            if _PICKLE.search(incident.reason):
+                return replace(found, culprit=Culprit.SCRIPT)
+            return replace(found, culprit=Culprit.MEMORY) if _MEMORY.search(incident.reason) else found
         case "nonfinite_loss":
             return _Finding(Culprit.DATA, incident.reason, nodes=nodes, signature=incident.kind)
         case "run_stopped":
@@ -279,7 +282,11 @@ _BROKEN = re.compile(
     r"device kernel image is invalid|CUDA driver initialization failed|CUDA driver version is insufficient"
 )
 """As likely the driver or what is installed."""
-_MEMORY = re.compile(r"[Oo]ut of memory|OutOfMemory|MemoryError|[Cc]annot allocate memory|can't allocate memory|ENOMEM")
+_PICKLE = re.compile(r"[Pp]ickl|not serializable")
+_MEMORY = re.compile(
+    r"[Oo]ut of (?:shared )?memory|bad_alloc|OutOfMemory|MemoryError|[Cc]annot allocate memory|"
+    r"can't allocate memory|ENOMEM"
+)
 _STORAGE = re.compile(
     r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota|Remote I/O error|"
     r"\[E(?:NOSPC|IO|ROFS|STALE|DQUOT|REMOTEIO|NODEV|NXIO)\]|StorageError|CheckpointError|Transport endpoint"
@@ -299,6 +306,7 @@ _DATA = re.compile(
 )
 _INSTALLED = re.compile(r"ModuleNotFoundError|ImportError|cannot open shared object|GLIBC|undefined symbol")
 _SHARED_MEMORY = re.compile(r"shared memory|shm|bus error", re.IGNORECASE)
+_BY_WORDS = (Culprit.MACHINE, Culprit.MEMORY, Culprit.STORAGE, Culprit.NETWORK, Culprit.COMPILER)
 _NATIVE = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP", "SIGSYS"}
 _ASKED = {"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
 
@@ -343,7 +351,7 @@ def _of_unreached(found: _Finding, clue: Clue) -> _Finding:
 
 def _of_hang(found: _Finding, clue: Clue) -> _Finding:
     """By what the process did, or could not do."""
-    if clue.state == "stopped":
+    if clue.state in ("stopped", "tracing stop"):
         return replace(found, culprit=Culprit.OUTSIDE, certainty=Certainty.LIKELY, signature="stopped", alike=False)
     if clue.state == "disk sleep":
         return replace(found, culprit=Culprit.STORAGE, certainty=Certainty.LIKELY, signature="hang in disk sleep")
@@ -364,6 +372,8 @@ def _of_signal(found: _Finding, clue: Clue) -> _Finding:
     found = replace(found, signature=name)
     if clue.memory:
         return replace(found, culprit=Culprit.MEMORY, certainty=Certainty.CERTAIN, signature="out of memory")
+    if "SIGABRT: uncaught " in clue.text and (by_words := _of_exit(found, clue)).culprit in _BY_WORDS:
+        return by_words
     if name in _NATIVE:
         culprit = Culprit.MEMORY if name == "SIGBUS" and _SHARED_MEMORY.search(clue.text) else Culprit.SCRIPT
         if clue.place is Place.DATA:
@@ -406,6 +416,7 @@ def _of_exit(found: _Finding, clue: Clue) -> _Finding:
 def _signature(clue: Clue) -> str:
     """Equal for failures of one kind: the words without ranks, nodes, numbers and addresses."""
     said = clue.text.partition(" ended with ")[2].removeprefix(f"exit code {clue.code}: ")
+    said = said or clue.text.partition(" was killed by ")[2]
     said = said.rpartition(", at ")[0] or said or f"exit code {clue.code}"
     words = re.sub(r"0x[0-9a-f]+|\d+(?:\.\d+)*", "#", said)[:120]
     return f"{clue.types[0] if clue.types else ''} {words}".strip()
@@ -417,6 +428,7 @@ _KERNEL: Final = (
         Culprit.MACHINE,
         re.compile(
             r"NVRM: Xid \(.*?\): (?:48|6[34]|74|79|92|94|95|119|120|140)\b|Machine check|mce: |"
+            r"Memory failure: 0x|hardware memory (?:corruption|error)|"
             r"Uncorrected|EDAC .*\bUE\b|AER: .*[Ff]atal|amdgpu.*GPU reset|thermal .*critical|hard LOCKUP"
         ),
     ),

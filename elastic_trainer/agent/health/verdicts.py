@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from elastic_trainer.agent.workers.deaths import Death
 from elastic_trainer.agent.workers.machine import LINE
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_FAILURE, ElasticTrainerError, UnfitError
@@ -52,6 +51,9 @@ from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_MACHINE
 from elastic_trainer.wording import counted
+
+if TYPE_CHECKING:  # it imports torch, which commands that read verdicts do without
+    from elastic_trainer.agent.workers.deaths import Death
 
 KEPT: Final = 12
 """Clues that a node publishes; the newest."""
@@ -108,7 +110,7 @@ class Clues:
         fault = notes["fault"]
         self.add(
             ClueKind.EXIT,
-            f"{self._who(rank)} ended with {notes.get('error', 'an exception')}" + _at(fault),
+            f"{self._who(rank)} ended with {notes.get('error', 'an exception')}" + _details(fault),
             rank=rank,
             round=reading.pulse.round,
             code=EXIT_FAILURE,
@@ -126,7 +128,7 @@ class Clues:
                 continue
             self.add(
                 ClueKind.SIGNAL if each.code < 0 else ClueKind.EXIT,
-                f"{self._who(each.rank)} {each.how}" + _at(fault),
+                f"{self._who(each.rank)} {each.how}" + _details(fault),
                 rank=each.rank,
                 code=each.code,
                 memory=each.memory,
@@ -181,8 +183,10 @@ def _words(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+", "#", text) if "logged: " in text else text
 
 
-def _at(fault: Mapping[str, Any]) -> str:
-    return f", at {fault['at']}" if fault.get("at") else ""
+def _details(fault: Mapping[str, Any]) -> str:
+    """Why, and where in the script."""
+    because = f", because of {fault['because']}" if fault.get("because") else ""
+    return because + (f", at {fault['at']}" if fault.get("at") else "")
 
 
 def _fault(fault: Mapping[str, Any], reading: Reading | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from elastic_trainer.membership.verdict import (
 from elastic_trainer.model import Advice, Cause, Certainty, Culprit, Place
 
 NODES = ("a", "b", "c")
+ABORT = "rank 1 on b was killed by SIGABRT: uncaught {}"
 BATCH, NEXT = Batch(0, 96, 127), Batch(0, 128, 159)
 
 
@@ -93,7 +94,12 @@ def judged(*clues: Clue, **more: object) -> Verdict:
         ({"kind": ClueKind.SIGNAL, "code": -9, "text": "SIGKILL"}, Culprit.OUTSIDE),
         ({"kind": ClueKind.SIGNAL, "code": -15, "text": "SIGTERM"}, Culprit.SCHEDULER),
         ({"kind": ClueKind.SIGNAL, "code": -11, "place": Place.DATA}, Culprit.DATA),
+        ({"kind": ClueKind.SIGNAL, "code": -6, "text": ABORT.format("std::bad_alloc: std::bad_alloc")}, Culprit.MEMORY),
+        ({"kind": ClueKind.SIGNAL, "code": -6, "text": ABORT.format("c10::Error: uncorrectable ECC")}, Culprit.MACHINE),
+        ({"kind": ClueKind.SIGNAL, "code": -6, "text": ABORT.format("std::logic_error: x")}, Culprit.SCRIPT),
+        ({"text": "rank 1: DataLoader worker exited, because of RuntimeError: out of shared memory"}, Culprit.MEMORY),
         ({"kind": ClueKind.HANG, "state": "stopped"}, Culprit.OUTSIDE),
+        ({"kind": ClueKind.HANG, "state": "tracing stop"}, Culprit.OUTSIDE),
         ({"kind": ClueKind.HANG, "state": "disk sleep"}, Culprit.STORAGE),
         ({"kind": ClueKind.HANG, "place": Place.COMPILER}, Culprit.COMPILER),
         ({"kind": ClueKind.HANG, "place": Place.DATA}, Culprit.DATA),
@@ -307,6 +313,22 @@ def test_what_ends_no_round_has_a_verdict_too(kind: str, culprit: Culprit) -> No
     assert judged(incident=incident(kind=kind, nodes=("b",))).culprit is culprit
 
 
+@pytest.mark.parametrize(
+    ("error", "culprit"),
+    [
+        ("PicklingError: Can't pickle <function <lambda>>", Culprit.SCRIPT),
+        ("MemoryError: ", Culprit.MEMORY),
+        ("CheckpointError: out of memory, which had to hold the copy", Culprit.MEMORY),
+        ("ClientError: An error occurred (SlowDown)", Culprit.STORAGE),
+    ],
+)
+def test_a_save_that_fails_is_judged_by_its_error(error: str, culprit: Culprit) -> None:
+    reason = f"a checkpoint could not be saved: {error}"
+    found = judged(incident=incident(kind="checkpoint_failed", nodes=("b",), reason=reason))
+    assert found.culprit is culprit
+    assert error.split(":")[0] in found.sentence
+
+
 def test_an_audit_that_names_two_accuses_neither() -> None:
     both = judged(incident=incident(kind="audit_mismatch", nodes=("a", "b")))
     assert (both.certainty, both.advice) == (Certainty.POSSIBLE, Advice.GO_ON)
@@ -364,6 +386,7 @@ def test_lines_of_broken_hardware_count() -> None:
         "NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.",
         "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 7: dc00008001010090",
         "EDAC MC0: 1 UE memory read error on CPU_SrcID#0",
+        "Memory failure: 0x1f4a2: Sending SIGBUS to python3:4711 due to hardware memory corruption",
         "pcieport 0000:00:1c.0: AER: Uncorrected (Fatal) error received",
     ):
         assert kernel_culprit(line) is Culprit.MACHINE

@@ -65,10 +65,11 @@ def clues(**more: Any) -> Clues:
 
 def test_a_death_becomes_a_clue_with_the_batch_and_the_place() -> None:
     known = clues()
-    fault = {"types": ["ValueError"], "place": "data", "at": "train.py:31 in row"}
+    fault = {"types": ["ValueError"], "place": "data", "at": "train.py:31 in row", "because": "KeyError: 'jpg'"}
     known.died([Death(2, 0, 7, 1, False, "ended with exit code 1: ValueError: bad")], {7: reading(fault=fault)}, 4)
     (found,) = known.all()
-    assert found.text == "rank 2 on a ended with exit code 1: ValueError: bad, at train.py:31 in row"
+    words = "rank 2 on a ended with exit code 1: ValueError: bad, because of KeyError: 'jpg', at train.py:31 in row"
+    assert found.text == words
     assert (found.kind, found.place, found.batch) == (ClueKind.EXIT, Place.DATA, Batch(1, 64, 95))
     assert (found.step, found.round, found.types) == (9, 4, ("ValueError",))
 
