@@ -113,12 +113,14 @@ def home_of(script: str) -> Home:
 def claim(script: str, limit_mb: int) -> Home | None:
     """Let the workers that start from now on keep their caches in a directory for ``script``.
 
-    None where the user has chosen another, wants none, or the directory could be written by others.
+    None where the user has chosen another, wants none, or the directory could be written by others. (Torch sets its own
+    variable to its default once a process imports torch._dynamo; a child of such a process inherits that.)
     """
-    reason = ""
+    reason, default = "", torch_internals.header_directory().parent
+    set_here = {name: Path(value) for name in CACHES if (value := os.environ.get(name))}
     if limit_mb == 0:
         reason = "compile_cache_mb=0"
-    elif given := [name for name in CACHES if os.environ.get(name)]:
+    elif given := [name for name, path in set_here.items() if not path.is_relative_to(default)]:
         reason = f"{given[0]} is set"
     if not reason:
         try:

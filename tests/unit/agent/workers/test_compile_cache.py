@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from elastic_trainer.agent.workers import compile_cache
 from elastic_trainer.agent.workers.compile_cache import (
@@ -88,6 +89,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in CACHES:
         monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     return tmp_path
 
 
@@ -101,6 +103,17 @@ def test_workers_are_led_to_a_directory_that_is_this_users_alone(machine: Path) 
     for name in CACHES:
         os.environ[name] = ""
     assert claim("train.py", 1) == found
+
+
+def test_what_torch_has_set_is_no_choice_of_the_users(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that imports torch._dynamo sets the default, and each torchrun that it starts inherits that."""
+    cache_dir()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(machine / header_directory().parent.name)
+    assert claim("train.py", 1) is not None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(machine / "mine"))
+    with capture_logs() as logs:
+        assert claim("train.py", 1) is None
+    assert logs[0]["reason"] == "TORCHINDUCTOR_CACHE_DIR is set"
 
 
 def test_directories_of_torch_are_closed_to_others_and_old_caches_removed(machine: Path) -> None:
@@ -162,7 +175,7 @@ def test_caches_stay_where_they_are(machine: Path, limit: int, prepare: Any, rea
         assert claim("train.py", limit) is None
     assert [each["event"] for each in logs] == ["compile_cache.skipped"]
     assert reason in logs[0]["reason"]
-    assert not os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert not os.environ.get("TORCHINDUCTOR_CACHE_DIR")
 
 
 # ---- the bundle
