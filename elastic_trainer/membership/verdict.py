@@ -279,30 +279,38 @@ _DEVICE = re.compile(r"CUDA|NCCL|HIP |cudnn|cublas|AcceleratorError|Input/output
 _HARDWARE = re.compile(r"uncorrectable|\bECC error|GPU is lost|fallen off the bus|[Mm]achine check|\[Hardware Error\]")
 _BROKEN = re.compile(
     r"NVLink\b.*?(?:error|fail|fault|down)|no CUDA-capable device|CUDA error: unknown error|hardware error|"
-    r"device kernel image is invalid|CUDA driver initialization failed|CUDA driver version is insufficient"
+    r"device kernel image is invalid|CUDA driver initialization failed|CUDA driver version is insufficient|"
+    r"[Nn]o NVIDIA driver|Driver/library version mismatch|devices are busy or unavailable|system not yet initialized"
 )
 """As likely the driver or what is installed."""
 _PICKLE = re.compile(r"[Pp]ickl|not serializable")
 _MEMORY = re.compile(
     r"[Oo]ut of (?:shared )?memory|bad_alloc|OutOfMemory|MemoryError|[Cc]annot allocate memory|"
-    r"can't allocate memory|ENOMEM"
+    r"can't allocate memory|ENOMEM|STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED|shared memory\(shm\)|"
+    r"unable to (?:write|mmap|resize)\b.*</torch_|is killed by signal: Killed"
 )
 _STORAGE = re.compile(
     r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota|Remote I/O error|"
-    r"\[E(?:NOSPC|IO|ROFS|STALE|DQUOT|REMOTEIO|NODEV|NXIO)\]|StorageError|CheckpointError|Transport endpoint"
+    r"\[E(?:NOSPC|IO|ROFS|STALE|DQUOT|REMOTEIO|NODEV|NXIO|UCLEAN|SHUTDOWN)\]|StorageError|CheckpointError|"
+    r"[Tt]ransport endpoint|Structure needs cleaning|SlowDown|ServiceUnavailable|Service Unavailable"
 )
 _NETWORK = re.compile(
     r"[Cc]onnection (?:reset|closed|refused|timed out)|Broken pipe|No route to host|[Nn]etwork is unreachable|"
     r"Name or service not known|Temporary failure in name resolution|NCCL error|[Ss]ocket [Tt]imeout|gloo|"
-    r"Dist(?:Network|Store|Backend)Error|ncclSystemError|ncclRemoteError|Timed out waiting"
+    r"Dist(?:Network|Store|Backend)Error|ncclSystemError|ncclRemoteError|Timed out waiting|"
+    r"collective operation timeout|Connection(?:Reset|Refused|Aborted)?Error|Connection aborted|Max retries exceeded|"
+    r"(?:Read|Connect)Timeout|RemoteDisconnected|IncompleteRead|SSLError|getaddrinfo|(?:Network|Host) is down|"
+    r"StatusCode\.(?:UNAVAILABLE|DEADLINE_EXCEEDED)"
 )
 _COMPILER = re.compile(
     r"torch\._dynamo|torch\._inductor|torch\._functorch|triton|InductorError|BackendCompilerFailed|CppCompileError|"
-    r"CompilationError|ptxas|nvcc|CalledProcessError.*g\+\+"
+    r"CompilationError|ptxas|nvcc|nvrtc|CalledProcessError.*g\+\+|internal compiler error|collect2: error"
 )
 _DATA = re.compile(
     r"DataError|DataLoader worker|UnidentifiedImage|UnicodeDecodeError|JSONDecodeError|ArrowInvalid|"
-    r"BadZipFile|tarfile|[Tt]runcated|corrupt|index out of range in self|Target \S+ is out of bounds|NonFiniteError"
+    r"BadZipFile|tarfile|[Tt]runcated|corrupt|index out of range in self|Target \S+ is out of bounds|NonFiniteError|"
+    r"zlib\.error|LZMAError|BadGzipFile|UnpicklingError|[Mm]agic bytes|malformed|InvalidDataError|"
+    r"cannot identify image|before the end-of-stream"
 )
 _INSTALLED = re.compile(r"ModuleNotFoundError|ImportError|cannot open shared object|GLIBC|undefined symbol")
 _SHARED_MEMORY = re.compile(r"shared memory|shm|bus error", re.IGNORECASE)
@@ -427,7 +435,7 @@ _KERNEL: Final = (
     (
         Culprit.MACHINE,
         re.compile(
-            r"NVRM: Xid \(.*?\): (?:48|6[34]|74|79|92|94|95|119|120|140)\b|Machine check|mce: |"
+            r"NVRM: Xid \(.*?\): (?:48|6[1-4]|74|79|92|94|95|119|120|140)\b|Machine check|mce: |"
             r"Memory failure: 0x|hardware memory (?:corruption|error)|"
             r"Uncorrected|EDAC .*\bUE\b|AER: .*[Ff]atal|amdgpu.*GPU reset|thermal .*critical|hard LOCKUP"
         ),
@@ -436,10 +444,17 @@ _KERNEL: Final = (
         Culprit.STORAGE,
         re.compile(
             r"I/O error, dev|Buffer I/O error|EXT4-fs error|XFS .*(?:error|shut)|BTRFS.*error|nvme.*(?:timeout|reset)|"
-            r"nfs: server \S+ not responding|Remounting filesystem read-only|LustreError|ata\d.*failed"
+            r"nfs: server \S+ not responding|Remounting filesystem read-only|LustreError|ata\d.*failed|"
+            r"critical medium error|md/raid.*[Ff]ailure|task \S+ blocked for more than"
         ),
     ),
-    (Culprit.NETWORK, re.compile(r"NIC Link is Down|[Ll]ink (?:is )?[Dd]own|NETDEV WATCHDOG|mlx5.*(?:error|down)")),
+    (
+        Culprit.NETWORK,
+        re.compile(
+            r"NIC Link is Down|[Ll]ink (?:is |status definitely )?[Dd]own|NETDEV WATCHDOG|"
+            r"mlx5.*(?:error|down|compromised)"
+        ),
+    ),
 )
 """The words of the kernel's drivers. Of NVIDIA's Xids those of hardware alone (docs.nvidia.com/deploy/xid-errors): 13,
 31 and 43 are the script's, 45 follows any kill."""

@@ -114,6 +114,28 @@ def test_one_clue_names_the_culprit(said: dict[str, object], culprit: Culprit) -
     assert found.sentence.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("words", "culprit"),
+    [
+        ("RuntimeError: unable to write to file </torch_71_3_0>: No space left on device (28)", Culprit.MEMORY),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", Culprit.MEMORY),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", Culprit.MEMORY),
+        ("OSError: [Errno 117] Structure needs cleaning: '/data/x'", Culprit.STORAGE),
+        ("ClientError: An error occurred (SlowDown) when calling the GetObject operation", Culprit.STORAGE),
+        ("ConnectionError: HTTPSConnectionPool(host='x', port=443): Max retries exceeded", Culprit.NETWORK),
+        ("SIGABRT: uncaught c10::DistBackendError: Watchdog caught collective operation timeout", Culprit.NETWORK),
+        ("CalledProcessError: collect2: error: ld returned 1 exit status", Culprit.COMPILER),
+        ("zlib.error: Error -3 while decompressing data: invalid block type", Culprit.DATA),
+        ("RuntimeError: Found no NVIDIA driver on your system.", Culprit.MACHINE),
+        ("RuntimeError: CUDA error: device-side assert triggered", Culprit.SCRIPT),
+        ("ValueError: the loss of the network is too high", Culprit.SCRIPT),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'config.yaml'", Culprit.SCRIPT),
+    ],
+)
+def test_words_of_libraries_name_the_culprit(words: str, culprit: Culprit) -> None:
+    assert judged(clue(text=f"rank 1 on b ended with {words}, at train.py:7 in main")).culprit is culprit
+
+
 def test_who_lost_its_peers_is_no_culprit() -> None:
     """The one that failed is named, though the others ended too, and earlier."""
     victim = clue("a", victim=True, text="rank 0 on a: Connection closed by peer", wall=1.0)
@@ -386,6 +408,7 @@ def test_lines_of_broken_hardware_count() -> None:
         "NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.",
         "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 7: dc00008001010090",
         "EDAC MC0: 1 UE memory read error on CPU_SrcID#0",
+        "NVRM: Xid (PCI:0000:3b:00): 62, pid=7, name=python3, 32b8(3f58) 00000000 00000000",
         "Memory failure: 0x1f4a2: Sending SIGBUS to python3:4711 due to hardware memory corruption",
         "pcieport 0000:00:1c.0: AER: Uncorrected (Fatal) error received",
     ):
