@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import psutil
 import pytest
 
 from elastic_trainer.cli.main import key_values
@@ -23,7 +24,7 @@ from tests.support.metadata import MetadataServer
 
 SCRIPT = Path(__file__).with_name("train.py")
 KMSG = "kmsg"
-KERNEL = ("oom", "xid", "machine_check", "disk", "dimm", "pcie")
+KERNEL = ("oom", "xid", "machine_check", "disk", "dimm", "pcie", "oom_loader", "ext4", "amdgpu", "apei")
 TRACER = """
 import ctypes, os, sys
 library = ctypes.CDLL(None)
@@ -153,6 +154,21 @@ def _oom(job: Struck) -> None:
     worker.kill()
 
 
+def _oom_loader(job: Struck) -> None:
+    worker = job.node("n1").worker()
+    assert worker is not None
+
+    def loaders() -> list[psutil.Process]:
+        return [each for each in worker.children() if each.name() == "pt_data_worker"]
+
+    [loader] = job.wait_for(loaders, "no process of a DataLoader")
+    job.log_kernel(
+        f"Out of memory: Killed process {loader.pid} (pt_data_worker) total-vm:98304kB, anon-rss:81920kB,"
+        " file-rss:0kB, shmem-rss:0kB, UID:0 pgtables:320kB oom_score_adj:0"
+    )
+    loader.kill()
+
+
 def _with_line(line: str, number: int) -> Callable[[Struck], None]:
     def act(job: Struck) -> None:
         job.log_kernel(line)
@@ -195,6 +211,11 @@ def _drain(job: Struck) -> None:
     subprocess.run([sys.executable, "-m", "elastic_trainer", *words], check=True, timeout=180)
 
 
+def _restart_node(job: Struck) -> None:
+    words = ["restart", job.spec.run, "--node", "n1", "--endpoint", job.spec.endpoint]
+    subprocess.run([sys.executable, "-m", "elastic_trainer", *words], check=True, timeout=180)
+
+
 def _preempt(job: Struck) -> None:
     assert job.cloud is not None
     job.cloud.preempt()
@@ -224,6 +245,12 @@ ACTS: Mapping[str, Callable[[Struck], object]] = {
     "pcie": _with_line(
         "pcieport 0000:80:01.1: AER: Uncorrectable (Fatal) error message received from 0000:81:00.0", signal.SIGABRT
     ),
+    "oom_loader": _oom_loader,
+    "ext4": _with_line("EXT4-fs (nvme1n1p1): Remounting filesystem read-only", signal.SIGBUS),
+    "amdgpu": _with_line(
+        "amdgpu 0000:c1:00.0: amdgpu: 1 uncorrectable hardware errors detected in umc block", signal.SIGABRT
+    ),
+    "apei": _with_line("{1}[Hardware Error]: Hardware error from APEI Generic Hardware Error Source: 0", signal.SIGBUS),
     "kill_worker": _kill,
     "kill_node": lambda job: job.node("n1").kill(),
     "freeze_worker": _freeze,
@@ -232,6 +259,7 @@ ACTS: Mapping[str, Callable[[Struck], object]] = {
     "part_newcomer": _part,
     "part_for_a_while": _part_for_a_while,
     "drain": _drain,
+    "restart_node": _restart_node,
     "preempt": _preempt,
     "trace_worker": _trace,
 }
