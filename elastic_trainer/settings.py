@@ -263,7 +263,8 @@ class RendezvousOptions(Frozen):
         default=1800.0,
         ge=0.0,
         description=(
-            "the same for the first two steps of a round, which may compile; at least `step_timeout`, 0: no limit"
+            "the same for the first two steps of a round, which may compile, and for a process's first samples; "
+            "at least `step_timeout`, 0: no limit"
         ),
     )
     phase_timeout: float = Field(

@@ -83,7 +83,8 @@ def limit_of(reading: Reading, limits: HangLimits) -> float:
     ends = phase is Phase.ENDING and reading.waits  # another rank may hang in one more step
     if not (phase in WORK or ends) or not limits.step_s:
         return 0.0
-    if reading.pulse.fresh < FRESH_STEPS:
+    compiles = phase is not Phase.DATA or not reading.pulse.steps  # a process that made steps has opened its data
+    if reading.pulse.fresh < FRESH_STEPS and compiles:
         return limits.first_step_s and max(limits.first_step_s, limits.step_s)
     return limits.step_s + STEPS_PER_LIMIT * reading.pulse.step_s
 

@@ -35,6 +35,8 @@ NO_STEP, NO_FIRST, NO_PHASE = (HangLimits(*each) for each in ((0.0, 100.0, 9.0),
         (LIMITS, Phase.REPEATED, {"fresh": 2}, 30.0),
         (LIMITS, Phase.DATA, {"fresh": 1}, 100.0),
         (LIMITS, Phase.DATA, {"fresh": 2}, 30.0),
+        (LIMITS, Phase.DATA, {"fresh": 0, "steps": 7}, 30.0),
+        (LIMITS, Phase.TRAINING, {"fresh": 0, "steps": 7}, 100.0),
         (NO_STEP, Phase.TRAINING, {}, 0.0),
         (NO_STEP, Phase.DATA, {"fresh": 0}, 0.0),
         (NO_FIRST, Phase.TRAINING, {"fresh": 1}, 0.0),
@@ -44,7 +46,8 @@ NO_STEP, NO_FIRST, NO_PHASE = (HangLimits(*each) for each in ((0.0, 100.0, 9.0),
     ],
 )
 def test_each_phase_has_its_limit(limits: HangLimits, phase: Phase, values: dict[str, Any], limit_s: float) -> None:
-    """A step may take ten of the usual ones longer; the first two of a round may compile; 0 is for ever."""
+    """A step may take ten of the usual ones longer; the first two of a round may compile, and a process's first samples
+    may take as long; 0 is for ever."""
     assert limit_of(reading(phase, step_s=2.0, **values), limits) == limit_s
 
 
