@@ -193,7 +193,7 @@ def decide(words: Sequence[str], environment: Mapping[str, str], directory: str,
         return "the command names neither a script nor a module"
     if directory != facts.directory:
         return f"the working directory is {directory}, not {facts.directory}"
-    changed = {name for name, _ in environment.items() ^ facts.environment.items()} - set(facts.free)
+    changed = {name for name, _ in environment.items() ^ facts.environment.items()} - {*facts.free, *CACHES}
     differing = sorted(name for name in changed if name in facts.environment or not of_one_worker(name))
     if differing:
         return f"the environment differs in {', '.join(differing)}"

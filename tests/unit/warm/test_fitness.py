@@ -53,3 +53,9 @@ def test_what_imported_modules_may_have_read_must_be_the_same() -> None:
     facts = Facts("/bin/python", ("-u",), "/job", {name: "/a"})
     assert decide(FITTING, {name: "/a"}, "/job", facts) == FOUND
     assert decide(FITTING, {name: "/b"}, "/job", facts) == f"the environment differs in {name}"
+
+
+def test_an_agent_may_lead_its_workers_to_other_caches() -> None:
+    """Than the template inherited: torch sets one where a process imports torch._dynamo."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    assert decide(FITTING, {name: "/b"}, "/job", Facts("/bin/python", ("-u",), "/job", {name: "/a"})) == FOUND
