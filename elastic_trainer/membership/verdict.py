@@ -221,12 +221,17 @@ def _noted(case: Case) -> _Finding:
             return _Finding(Culprit.DATA, incident.reason, nodes=nodes, signature=incident.kind)
         case "run_stopped":
             return _Finding(Culprit.SCHEDULER, incident.reason, certain, nodes)
-        case "worker_died" | "node_gave_up" if own := [each for each in case.clues if not each.victim]:
+        case "worker_died" | "node_gave_up" if own := [each for each in case.clues if _tells(each)]:
             return _read(case, own)
         case "worker_died" if case.clues:
             what = f"a worker ended since it had lost its peers: {case.clues[0].text}"
             return _Finding(Culprit.UNKNOWN, what, nodes=nodes, ranks=ranks, signature="lost peers")
     return _Finding(Culprit.UNKNOWN, incident.reason, nodes=nodes, ranks=ranks, signature=incident.kind)
+
+
+def _tells(clue: Clue) -> bool:
+    """Whether it says how a worker, or a node, ended by itself."""
+    return not clue.victim and clue.kind in (*_ENDED, ClueKind.KERNEL, ClueKind.NOTICE)
 
 
 def _read(case: Case, clues: Sequence[Clue]) -> _Finding:
@@ -316,7 +321,7 @@ _INSTALLED = re.compile(r"ModuleNotFoundError|ImportError|cannot open shared obj
 _SHARED_MEMORY = re.compile(r"shared memory|shm|bus error", re.IGNORECASE)
 _BY_WORDS = (Culprit.MACHINE, Culprit.MEMORY, Culprit.STORAGE, Culprit.NETWORK, Culprit.COMPILER)
 _NATIVE = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP", "SIGSYS"}
-_ASKED = {"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
+_ASKED = {"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"}
 
 
 def _of_clue(clue: Clue) -> _Finding:
@@ -436,7 +441,8 @@ _KERNEL: Final = (
         Culprit.MACHINE,
         re.compile(
             r"NVRM: Xid \(.*?\): (?:48|6[1-4]|74|79|92|94|95|119|120|140)\b|Machine check|mce: |"
-            r"Memory failure: 0x|hardware memory (?:corruption|error)|"
+            r"Memory failure: 0x|hardware memory (?:corruption|error)|uncorrectable hardware error|"
+            r"\[Hardware Error\]: event severity: (?:recoverable|fatal)|"
             r"Uncorrected|EDAC .*\bUE\b|AER: .*[Ff]atal|amdgpu.*GPU reset|thermal .*critical|hard LOCKUP"
         ),
     ),

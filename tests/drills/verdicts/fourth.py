@@ -92,7 +92,7 @@ FOURTH: Final[tuple[Labelled, ...]] = (
         times=3,
         advice=Advice.STOP,
         ends=True,
-        options="step_timeout=4",
+        options="step_timeout=4,first_step_timeout=20",
     ),
     # memory
     Labelled(

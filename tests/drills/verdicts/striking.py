@@ -250,7 +250,11 @@ ACTS: Mapping[str, Callable[[Struck], object]] = {
     "amdgpu": _with_line(
         "amdgpu 0000:c1:00.0: amdgpu: 1 uncorrectable hardware errors detected in umc block", signal.SIGABRT
     ),
-    "apei": _with_line("{1}[Hardware Error]: Hardware error from APEI Generic Hardware Error Source: 0", signal.SIGBUS),
+    "apei": _with_line(
+        "{1}[Hardware Error]: Hardware error from APEI Generic Hardware Error Source: 0\n"
+        "3,2,2,-;{1}[Hardware Error]: event severity: recoverable",
+        signal.SIGBUS,
+    ),
     "kill_worker": _kill,
     "kill_node": lambda job: job.node("n1").kill(),
     "freeze_worker": _freeze,

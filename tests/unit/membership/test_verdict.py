@@ -93,6 +93,7 @@ def judged(*clues: Clue, **more: object) -> Verdict:
         ({"kind": ClueKind.SIGNAL, "code": -9, "memory": True}, Culprit.MEMORY),
         ({"kind": ClueKind.SIGNAL, "code": -9, "text": "SIGKILL"}, Culprit.OUTSIDE),
         ({"kind": ClueKind.SIGNAL, "code": -15, "text": "SIGTERM"}, Culprit.SCHEDULER),
+        ({"kind": ClueKind.SIGNAL, "code": -3, "text": "SIGQUIT"}, Culprit.OUTSIDE),
         ({"kind": ClueKind.SIGNAL, "code": -11, "place": Place.DATA}, Culprit.DATA),
         ({"kind": ClueKind.SIGNAL, "code": -6, "text": ABORT.format("std::bad_alloc: std::bad_alloc")}, Culprit.MEMORY),
         ({"kind": ClueKind.SIGNAL, "code": -6, "text": ABORT.format("c10::Error: uncorrectable ECC")}, Culprit.MACHINE),
@@ -366,6 +367,13 @@ def test_no_headline_is_better_than_the_truth() -> None:
     assert not [each for each in (stopped, gone) if "continues" in each.sentence]
 
 
+def test_who_waited_for_others_does_not_explain_a_death() -> None:
+    waits = clue("a", kind=ClueKind.WAIT, at="train.py:7 in main", text="rank 0 on a waited")
+    hung = clue(kind=ClueKind.HANG, place=Place.DATA, text="rank 1 on b hung")
+    found = judged(waits, hung, incident=incident(kind="worker_died", nodes=("b",)))
+    assert (found.culprit, found.nodes) == (Culprit.DATA, ("b",))
+
+
 def test_evidence_is_bounded() -> None:
     many = [clue(f"n{number}", text=f"rank {number} on n{number} ended with exit code 1") for number in range(100)]
     found = judged(*many)
@@ -409,6 +417,8 @@ def test_lines_of_broken_hardware_count() -> None:
         "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 7: dc00008001010090",
         "EDAC MC0: 1 UE memory read error on CPU_SrcID#0",
         "NVRM: Xid (PCI:0000:3b:00): 62, pid=7, name=python3, 32b8(3f58) 00000000 00000000",
+        "amdgpu 0000:c1:00.0: amdgpu: 1 uncorrectable hardware errors detected in umc block",
+        "{1}[Hardware Error]: event severity: recoverable",
         "Memory failure: 0x1f4a2: Sending SIGBUS to python3:4711 due to hardware memory corruption",
         "pcieport 0000:00:1c.0: AER: Uncorrected (Fatal) error received",
     ):
@@ -422,6 +432,8 @@ def test_harmless_lines_of_the_kernel_say_nothing() -> None:
         "EXT4-fs (sda1): mounted filesystem",
         "pcieport 0000:00:1c.0: AER: Corrected error message received from 0000:00:1c.0",
         "EDAC MC0: 1 CE memory read error on CPU_SrcID#0",
+        "{1}[Hardware Error]: Hardware error from APEI Generic Hardware Error Source: 0",
+        "{1}[Hardware Error]: event severity: corrected",
         "mce: [Hardware Error]: Corrected error, no action required.",
         "NVRM: Xid (PCI:0000:3b:00): 31, pid=7, Ch 00000008, MMU Fault",
         "watchdog: BUG: soft lockup - CPU#3 stuck for 22s!",
