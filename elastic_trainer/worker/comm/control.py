@@ -101,9 +101,12 @@ def trail(error: BaseException) -> list[str]:
 def origin(error: BaseException) -> dict[str, Any]:
     """Where ``error`` comes from, for a verdict: the types of it and its causes, what this process did, the line of the
     script, and the innermost cause in a few words."""
-    types, at = list[str](), ""
+    types, at, because, hidden = list[str](), "", "", False
     files = list[str]()
     for each in chain(error):
+        if each is not error and not hidden:
+            because = f"{type(each).__name__}: {summary(each)}"
+        hidden |= each.__cause__ is None and each.__suppress_context__  # raised "from None"
         kind = type(each)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         code = errno.errorcode.get(each.errno or 0) if isinstance(each, OSError) else None
@@ -112,7 +115,6 @@ def origin(error: BaseException) -> dict[str, Any]:
         files = [code.co_filename for code, _ in frames] + files  # the cause lies deeper
         mine = next(((code, line) for code, line in frames if is_script(code.co_filename)), None)
         at = f"{Path(mine[0].co_filename).name}:{mine[1]} in {mine[0].co_name}" if mine is not None else at
-    because = f"{type(each).__name__}: {summary(each)}" if each is not error else ""
     return {"types": types[:_MOST_TYPES], "place": place_of(files), "at": at[:LONGEST_LINE], "because": because}
 
 

@@ -127,6 +127,9 @@ def test_the_origin_of_an_error_has_its_innermost_cause() -> None:
     assert origin(error)["because"] == ""
     error.__cause__ = RuntimeError("Bus error. It is possible that workers are out of shared memory.")
     assert origin(error)["because"] == f"RuntimeError: {error.__cause__}"
+    hidden = ValueError("no such option")
+    hidden.__context__, hidden.__suppress_context__ = KeyError("option"), True
+    assert origin(hidden)["because"] == ""
 
 
 def test_people_see_no_numbers_of_gloo() -> None:
