@@ -356,9 +356,9 @@ class Preloading:
         return None
 
     def environment(self, wanted: dict[str, str]) -> dict[str, str]:
-        """``wanted`` with the changes that the imports made to ``os.environ``."""
+        """``wanted`` with the changes that the imports made to ``os.environ``, but for where caches are."""
         now = dict(os.environ.items())
-        changed = {name: now[name] for name in now if self._before.get(name) != now[name]}
+        changed = {name: now[name] for name in now if self._before.get(name) != now[name] and name not in CACHES}
         return {name: value for name, value in wanted.items() if name in now or name not in self._before} | changed
 
     def leave(self, environment: dict[str, str]) -> None:

@@ -117,10 +117,10 @@ def claim(script: str, limit_mb: int) -> Home | None:
     variable to its default once a process imports torch._dynamo; a child of such a process inherits that.)
     """
     reason, default = "", torch_internals.header_directory().parent
-    set_here = {name: Path(value) for name in CACHES if (value := os.environ.get(name))}
+    defaults = (default, default / "triton")
     if limit_mb == 0:
         reason = "compile_cache_mb=0"
-    elif given := [name for name, path in set_here.items() if not path.is_relative_to(default)]:
+    elif given := [name for name in CACHES if (value := os.environ.get(name)) and Path(value) not in defaults]:
         reason = f"{given[0]} is set"
     if not reason:
         try:

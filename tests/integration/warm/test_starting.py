@@ -194,6 +194,16 @@ def test_what_nodes_of_a_local_cluster_import_can_be_preloaded(tmp_path: Path, r
         assert runner.of(it, path)[:2] == (0, "[]\n")
 
 
+@pytest.mark.parametrize("chosen", ["/mine", None])
+def test_a_fork_keeps_the_caches_that_its_agent_has_chosen(tmp_path: Path, runner: Runner, chosen: str | None) -> None:
+    """Importing torch._dynamo sets a default in the template."""
+    shown = "'torch._dynamo' in sys.modules, os.environ.get('TORCHINDUCTOR_CACHE_DIR')"
+    path = script(tmp_path, f"import os, sys; print({shown})")
+    runner.more = {"TORCHINDUCTOR_CACHE_DIR": chosen} if chosen else {}
+    with starter("torch", "torch._dynamo") as it:
+        assert runner.of(it, path)[:2] == (0, f"True {chosen}\n")
+
+
 def test_a_template_learns_what_its_programs_import(tmp_path: Path, runner: Runner) -> None:
     """Installed modules alone: the next program finds them, and imports its own code itself."""
     script(tmp_path, "", "mine.py")
