@@ -1,10 +1,10 @@
 """Why workers died, and which of their lives failed at startup: before they could have met those of other nodes.
 
-Of a death: exit code or signal, last line of the exception (of Python, or of C++ where error output goes to a file),
-and whether the kernel killed for memory. A script that
-cannot start (a failing import, a wrong argument) fails in the same way on every node, every time. A failure of one node
-alone is something else, so all members of the round have to report the same failure twice (see ``membership.rules``);
-and once the ranks have met, any of them may have caused the failure of another.
+Of a death: exit code or signal, last line of the exception (of C++ too, where error output goes to a file), and whether
+the kernel killed for memory. A script that cannot start (a failing import, a wrong argument) fails in the same way on
+every node, every time. A failure of one node alone is something else, so all members of the round have to report the
+same failure twice (see ``membership.rules``); and once the ranks have met, any of them may have caused the failure of
+another.
 
 *Runs in* torchrun's main thread, and for a minute of each life in a thread named ``startup``. *Owns* that thread, the
 last count of OOM kills in this cgroup, and how far torchrun's own output was read.
@@ -68,6 +68,7 @@ class Deaths:
         id."""
         before, self._killed = self._killed, self._kills()
         found = []
+        aborted = sum(each.exitcode == -signal.SIGABRT for each in failures.values())
         for rank, each in sorted(failures.items(), key=lambda item: (item[1].timestamp, item[0])):
             memory = -each.exitcode == signal.SIGKILL and self._killed > before
             if each.exitcode < 0:
@@ -75,21 +76,24 @@ class Deaths:
                 how += ", because its cgroup was out of memory" if memory else ""
             else:
                 how = f"ended with exit code {each.exitcode}"
-            why = said.get(each.pid, "") or self._aborted(each)
+            why = said.get(each.pid, "") or self._aborted(each, alone=aborted == 1)
             why = why or " ".join((_recorded(each) or _written(each)).split())[:LONGEST_LINE]
             how += f": {why}" if why else ""
             found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how))
         self._read_to = {path: size_of(path) for path in written_by(self._own)}
         return found
 
-    def _aborted(self, failure: ProcessFailure) -> str:
-        """What ``std::terminate`` or the allocator of glibc wrote before it aborted the process."""
+    def _aborted(self, failure: ProcessFailure, *, alone: bool) -> str:
+        """What ``std::terminate`` or the allocator of glibc wrote before it aborted the process.
+
+        In a file that workers share only where it is clear whose words these are: one was aborted, and it says so once.
+        """
         if failure.exitcode != -signal.SIGABRT:
             return ""
         own = Path(failure.error_file).with_name("stderr.log")
         read_to = {own: 0} if own.exists() else self._read_to
         found = [match for path, begin in read_to.items() for match in _ABORTED.finditer(end_of(path, begin))]
-        if not found:
+        if not found or (not own.exists() and (len(found) > 1 or not alone)):
             return ""
         kind, what, checked = found[-1].groups()
         return " ".join((checked or f"uncaught {kind}: {what or ''}").split())[:LONGEST_LINE]

@@ -156,7 +156,7 @@ def end_of(path: Path, begin: int = 0) -> str:
             block = file.read(_BLOCK)
     except OSError:
         return ""
-    if begin == end - _BLOCK and b"\n" in block:
+    if 0 < begin == end - _BLOCK and b"\n" in block:
         block = block.partition(b"\n")[2]  # its first line is a part of one
     return block.decode("utf-8", "replace")
 

@@ -83,6 +83,10 @@ def test_an_abort_has_the_words_of_its_exception(tmp_path: Path, wrote: str, tol
     assert found.text.endswith(told)
     if shared:
         assert deaths.look(aborted, {})[0].text.endswith("SIGABRT")
+        with log.open("a") as file:
+            file.write(wrote)
+        both = deaths.look({**aborted, 1: failure(-6, error_file=str(tmp_path / "error.json"))}, {})
+        assert [each.text.endswith("SIGABRT") for each in both] == [True, True], "nobody knows whose words they are"
 
 
 def test_ranks_are_those_of_the_round() -> None:
