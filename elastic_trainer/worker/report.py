@@ -58,6 +58,7 @@ _SAMPLE_EVERY_S: Final = 1.0
 LR_EVERY_S = 2.0
 _AUDITS_SHOWN: Final = 8
 """The agent reads them every few seconds, and the page is small."""
+_LONGEST_ERROR: Final = 150
 _NUMBERS: Final = count(1)
 """Page numbers: a script may open several sessions one after the other."""
 
@@ -346,7 +347,8 @@ class HeartbeatReporter:
         self.count_event(f"{what}.{'ok' if ok else 'failed'}")
         if what == "save":
             self._notes["saves_failing"] = 0 if ok else self._notes.get("saves_failing", 0) + 1
-            self._notes["save_error"] = error
+            if error:
+                self._notes["save_error"] = error[:_LONGEST_ERROR]
         if ok:
             for name, amount in observed(f"{what}_s", duration_s, SAVE_BUCKETS).items():
                 self.count_event(name, amount)

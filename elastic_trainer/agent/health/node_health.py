@@ -88,7 +88,7 @@ REPEATED_INCIDENT_S: Final = 600.0
 ALIVE_EVERY_S: Final = 5.0
 _STOPS_KEPT: Final = 100
 _NOTICED: Final = (
-    ("save.failed", "checkpoint_failed", "a checkpoint could not be saved"),
+    ("save.failed", "checkpoint_failed", "a checkpoint could not be saved; the log of rank 0 says why"),
     ("nonfinite_steps", "nonfinite_loss", "the loss was NaN or infinite"),
     ("differences", "ranks_differ", "ranks held different parameters; the workers' logs name the first"),
 )
@@ -427,7 +427,7 @@ class Health:
                 self._reported_at[kind] = now
                 errors = (each.notes.get("save_error") for each in readings) if kind == "checkpoint_failed" else ()
                 why = next(filter(None, errors), "")
-                self.add_note(kind, f"{text}: {why}" if why else text)
+                self.add_note(kind, f"{text.partition(';')[0]}: {why}" if why else text)
 
     def _notice_audits(self, readings: list[Reading]) -> None:
         """Which ranks compute wrong results, as the worker of rank 0 has found."""
