@@ -203,7 +203,7 @@ class Session:
         if shown is not None and is_collective_failure(shown):
             process.context.tracker.set_notes(lost_peer=True)
         elif shown is not None and not isinstance(shown, SystemExit):
-            process.context.tracker.set_notes(error=last_line(shown), fault=origin(error or shown))
+            process.context.tracker.set_notes(error=last_line(shown), fault=origin(shown))
         self._close(process, process.context.left_as or "failed")
         if parted is not None:
             raise parted from error

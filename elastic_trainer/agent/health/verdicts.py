@@ -110,7 +110,7 @@ class Clues:
         fault = notes["fault"]
         self.add(
             ClueKind.EXIT,
-            f"{self._who(rank)} ended with {notes.get('error', 'an exception')}" + _details(fault),
+            _with_details(f"{self._who(rank)} ended with {notes.get('error', 'an exception')}", fault),
             rank=rank,
             round=reading.pulse.round,
             code=EXIT_FAILURE,
@@ -128,7 +128,7 @@ class Clues:
                 continue
             self.add(
                 ClueKind.SIGNAL if each.code < 0 else ClueKind.EXIT,
-                f"{self._who(each.rank)} {each.how}" + _details(fault),
+                _with_details(f"{self._who(each.rank)} {each.how}", fault),
                 rank=each.rank,
                 code=each.code,
                 memory=each.memory,
@@ -183,10 +183,11 @@ def _words(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+", "#", text) if "logged: " in text else text
 
 
-def _details(fault: Mapping[str, Any]) -> str:
-    """Why, and where in the script."""
-    because = f", because of {fault['because']}" if fault.get("because") else ""
-    return because + (f", at {fault['at']}" if fault.get("at") else "")
+def _with_details(text: str, fault: Mapping[str, Any]) -> str:
+    """``text``, shortened if need be, with its cause and where in the script it was."""
+    details = f", because of {fault['because']}" if fault.get("because") else ""
+    details += f", at {fault['at']}" if fault.get("at") else ""
+    return text[: max(_LONGEST // 3, _LONGEST - len(details))] + details
 
 
 def _fault(fault: Mapping[str, Any], reading: Reading | None) -> dict[str, Any]:

@@ -61,7 +61,7 @@ from elastic_trainer.worker.report import HeartbeatReporter
 _REMOTE = re.compile(r"remote=\[([^\]\s]+)\]")
 _PORT = re.compile(r"(remote=\[[^\]\s]+\]):\d+(?:\$\d+)?")
 _IN_GLOO = re.compile(r"gloo/\S*\.(?:cc|h):\d+\]")
-_OWN_DEVICE = re.compile(r"out of memory|uncorrectable|ECC error|GPU is lost|fallen off the bus")
+_OWN_DEVICE = re.compile(r"out of memory|\bECC error|GPU is lost|fallen off the bus")
 """What NCCL's errors say of the device that raises them."""
 
 
@@ -101,12 +101,11 @@ def trail(error: BaseException) -> list[str]:
 def origin(error: BaseException) -> dict[str, Any]:
     """Where ``error`` comes from, for a verdict: the types of it and its causes, what this process did, the line of the
     script, and the innermost cause in a few words."""
-    types, at, because, hidden = list[str](), "", "", False
+    types, at, because = list[str](), "", ""
     files = list[str]()
-    for each in chain(error):
-        if each is not error and not hidden:
+    for each in _raised_from(error):
+        if each is not error and str(each):
             because = f"{type(each).__name__}: {summary(each)}"
-        hidden |= each.__cause__ is None and each.__suppress_context__  # raised "from None"
         kind = type(each)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         code = errno.errorcode.get(each.errno or 0) if isinstance(each, OSError) else None
@@ -115,20 +114,27 @@ def origin(error: BaseException) -> dict[str, Any]:
         files = [code.co_filename for code, _ in frames] + files  # the cause lies deeper
         mine = next(((code, line) for code, line in frames if is_script(code.co_filename)), None)
         at = f"{Path(mine[0].co_filename).name}:{mine[1]} in {mine[0].co_name}" if mine is not None else at
-    return {"types": types[:_MOST_TYPES], "place": place_of(files), "at": at[:LONGEST_LINE], "because": because}
+    return {"types": types, "place": place_of(files), "at": at[:LONGEST_LINE], "because": because}
 
 
 _MOST_TYPES = 6
 
 
+def _raised_from(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and its causes; not what a handler was busy with that failed itself."""
+    current: BaseException | None = error
+    for _ in range(_MOST_TYPES):
+        if current is not None:
+            yield current
+            current = current.__cause__
+
+
 @contextmanager
 def collective(what: str) -> Iterator[None]:
-    """Turns any error of the body into a RoundBrokenError: but for this rank's own device, only peers can cause it."""
+    """Turns any error of the body, which only peers can cause, into a RoundBrokenError."""
     try:
         yield
     except RuntimeError as error:
-        if _OWN_DEVICE.search(str(error)):
-            raise
         raise RoundBrokenError(f"a peer was lost ({what}: {summary(error)})") from error
 
 
