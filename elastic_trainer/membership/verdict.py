@@ -177,7 +177,7 @@ def _explains(case: Case, logged: Clue, ended: Sequence[Clue]) -> bool:
         return False
     struck = {each.node for each in ended} | {*case.incident.nodes}
     if kernel_culprit(logged.text) is Culprit.MEMORY:
-        killed = {each.node for each in ended if each.kind is ClueKind.SIGNAL and each.code == -signal.SIGKILL}
+        killed = {each.node for each in ended if each.code == -signal.SIGKILL or "DataLoader worker" in each.text}
         return logged.node in killed or (case.incident.cause is Cause.NODE_LOST and logged.node in struck)
     return logged.node in struck
 
@@ -214,9 +214,10 @@ def _noted(case: Case) -> _Finding:
             return _Finding(Culprit.SCRIPT, incident.reason, nodes=nodes, signature=incident.kind)
         case "checkpoint_failed":
             found = _Finding(Culprit.STORAGE, incident.reason, likely, nodes, signature=incident.kind)
-            if _PICKLE.search(incident.reason):
-                return replace(found, culprit=Culprit.SCRIPT)
-            return replace(found, culprit=Culprit.MEMORY) if _MEMORY.search(incident.reason) else found
+            by_words = ((_STORAGE, Culprit.STORAGE), (_PICKLE, Culprit.SCRIPT), (_MEMORY, Culprit.MEMORY))
+            words = (*by_words, (re.compile("NonFiniteError"), Culprit.DATA))
+            culprit = next((each for told, each in words if told.search(incident.reason)), Culprit.STORAGE)
+            return replace(found, culprit=culprit)
         case "nonfinite_loss":
             return _Finding(Culprit.DATA, incident.reason, nodes=nodes, signature=incident.kind)
         case "run_stopped":
@@ -279,25 +280,25 @@ def _killed_of_memory(case: Case, found: _Finding, clue: Clue) -> _Finding:
 
 # ---- what one clue says
 
-_DEVICE = re.compile(r"CUDA|NCCL|HIP |cudnn|cublas|AcceleratorError|Input/output error|Bus error")
-"""An exception that may come from a device."""
+_DEVICE = re.compile(r"CUDA|NCCL|HIP |cudnn|cublas|AcceleratorError|Input/output error|Bus error|DataLoader worker")
+"""An exception that may come from a device, or from another process."""
 _HARDWARE = re.compile(r"uncorrectable|\bECC error|GPU is lost|fallen off the bus|[Mm]achine check|\[Hardware Error\]")
 _BROKEN = re.compile(
-    r"NVLink\b.*?(?:error|fail|fault|down)|no CUDA-capable device|CUDA error: unknown error|hardware error|"
-    r"device kernel image is invalid|CUDA driver initialization failed|CUDA driver version is insufficient|"
-    r"[Nn]o NVIDIA driver|Driver/library version mismatch|devices are busy or unavailable|system not yet initialized"
+    r"NVLink\b.*?(?:error|fail|fault|down)|no CUDA-capable device|CUDA error: unknown error|"
+    r"(?:CUDA|HIP).*hardware error|device kernel image is invalid|CUDA driver initialization failed|"
+    r"CUDA driver version is insufficient|Driver/library version mismatch|CUDA error: system not yet initialized"
 )
 """As likely the driver or what is installed."""
 _PICKLE = re.compile(r"[Pp]ickl|not serializable")
 _MEMORY = re.compile(
     r"[Oo]ut of (?:shared )?memory|bad_alloc|OutOfMemory|MemoryError|[Cc]annot allocate memory|"
-    r"can't allocate memory|ENOMEM|STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED|shared memory\(shm\)|"
-    r"unable to (?:write|mmap|resize)\b.*</torch_|is killed by signal: Killed"
+    r"can't allocate memory|ENOMEM|STATUS_ALLOC_FAILED|shared memory\(shm\)|"
+    r"unable to (?:write|mmap|resize)\b.*</torch_"
 )
 _STORAGE = re.compile(
     r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota|Remote I/O error|"
-    r"\[E(?:NOSPC|IO|ROFS|STALE|DQUOT|REMOTEIO|NODEV|NXIO|UCLEAN|SHUTDOWN)\]|StorageError|CheckpointError|"
-    r"[Tt]ransport endpoint|Structure needs cleaning|SlowDown|ServiceUnavailable|Service Unavailable"
+    r"\[E(?:NOSPC|IO|ROFS|STALE|DQUOT|REMOTEIO|NODEV|NXIO|UCLEAN|SHUTDOWN)\]|StorageError|"
+    r"elastic_trainer\.errors\.CheckpointError|[Tt]ransport endpoint|Structure needs cleaning|SlowDown"
 )
 _NETWORK = re.compile(
     r"[Cc]onnection (?:reset|closed|refused|timed out)|Broken pipe|No route to host|[Nn]etwork is unreachable|"
@@ -309,15 +310,19 @@ _NETWORK = re.compile(
 )
 _COMPILER = re.compile(
     r"torch\._dynamo|torch\._inductor|torch\._functorch|triton|InductorError|BackendCompilerFailed|CppCompileError|"
-    r"CompilationError|ptxas|nvcc|nvrtc|CalledProcessError.*g\+\+|internal compiler error|collect2: error"
+    r"CompilationError|ptxas|nvcc|CalledProcessError.*g\+\+|internal compiler error|collect2: error"
 )
 _DATA = re.compile(
     r"DataError|DataLoader worker|UnidentifiedImage|UnicodeDecodeError|JSONDecodeError|ArrowInvalid|"
     r"BadZipFile|tarfile|[Tt]runcated|corrupt|index out of range in self|Target \S+ is out of bounds|NonFiniteError|"
-    r"zlib\.error|LZMAError|BadGzipFile|UnpicklingError|[Mm]agic bytes|malformed|InvalidDataError|"
+    r"zlib\.error|LZMAError|BadGzipFile|[Mm]agic bytes|InvalidDataError|"
     r"cannot identify image|before the end-of-stream"
 )
-_INSTALLED = re.compile(r"ModuleNotFoundError|ImportError|cannot open shared object|GLIBC|undefined symbol")
+_INSTALLED = re.compile(
+    r"ModuleNotFoundError|ImportError|cannot open shared object|GLIBC|undefined symbol|[Nn]o NVIDIA driver|"
+    r"devices are busy or unavailable"
+)
+_LOADER_KILLED = re.compile(r"DataLoader worker .*is killed by signal: Killed")
 _SHARED_MEMORY = re.compile(r"shared memory|shm|bus error", re.IGNORECASE)
 _BY_WORDS = (Culprit.MACHINE, Culprit.MEMORY, Culprit.STORAGE, Culprit.NETWORK, Culprit.COMPILER)
 _NATIVE = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP", "SIGSYS"}
@@ -385,8 +390,10 @@ def _of_signal(found: _Finding, clue: Clue) -> _Finding:
     found = replace(found, signature=name)
     if clue.memory:
         return replace(found, culprit=Culprit.MEMORY, certainty=Certainty.CERTAIN, signature="out of memory")
-    if "SIGABRT: uncaught " in clue.text and (by_words := _of_exit(found, clue)).culprit in _BY_WORDS:
-        return by_words
+    if "SIGABRT: uncaught " in clue.text:
+        by_words = _of_exit(found, clue.model_copy(update={"place": Place.SCRIPT}))
+        if by_words.culprit in _BY_WORDS:
+            return by_words
     if name in _NATIVE:
         culprit = Culprit.MEMORY if name == "SIGBUS" and _SHARED_MEMORY.search(clue.text) else Culprit.SCRIPT
         if clue.place is Place.DATA:
@@ -416,6 +423,8 @@ def _of_exit(found: _Finding, clue: Clue) -> _Finding:
         return replace(found, culprit=Culprit.STORAGE, certainty=likely)
     if _NETWORK.search(said):
         return replace(found, culprit=Culprit.NETWORK, alike=False)
+    if _LOADER_KILLED.search(said):
+        return replace(found, culprit=Culprit.OUTSIDE, alike=False)
     if clue.place is Place.DATA or _DATA.search(said):
         return replace(found, culprit=Culprit.DATA, certainty=likely)
     if _INSTALLED.search(said):
@@ -430,7 +439,11 @@ def _signature(clue: Clue) -> str:
     """Equal for failures of one kind: the words without ranks, nodes, numbers and addresses."""
     said = clue.text.partition(" ended with ")[2].removeprefix(f"exit code {clue.code}: ")
     said = said or clue.text.partition(" was killed by ")[2]
-    said = said.rpartition(", at ")[0] or said or f"exit code {clue.code}"
+    said = (
+        said.partition(", because of ")[0].rpartition(", at ")[0]
+        or said.partition(", because of ")[0]
+        or f"exit code {clue.code}"
+    )
     words = re.sub(r"0x[0-9a-f]+|\d+(?:\.\d+)*", "#", said)[:120]
     return f"{clue.types[0] if clue.types else ''} {words}".strip()
 
@@ -440,7 +453,7 @@ _KERNEL: Final = (
     (
         Culprit.MACHINE,
         re.compile(
-            r"NVRM: Xid \(.*?\): (?:48|6[1-4]|74|79|92|94|95|119|120|140)\b|Machine check|mce: |"
+            r"NVRM: Xid \(.*?\): (?:48|6[34]|74|79|92|94|95|119|120|140)\b|Machine check|mce: |"
             r"Memory failure: 0x|hardware memory (?:corruption|error)|uncorrectable hardware error|"
             r"\[Hardware Error\]: event severity: (?:recoverable|fatal)|"
             r"Uncorrected|EDAC .*\bUE\b|AER: .*[Ff]atal|amdgpu.*GPU reset|thermal .*critical|hard LOCKUP"
@@ -451,7 +464,7 @@ _KERNEL: Final = (
         re.compile(
             r"I/O error, dev|Buffer I/O error|EXT4-fs error|XFS .*(?:error|shut)|BTRFS.*error|nvme.*(?:timeout|reset)|"
             r"nfs: server \S+ not responding|Remounting filesystem read-only|LustreError|ata\d.*failed|"
-            r"critical medium error|md/raid.*[Ff]ailure|task \S+ blocked for more than"
+            r"critical medium error|md/raid.*[Ff]ailure"
         ),
     ),
     (
@@ -622,8 +635,8 @@ def _without_progress(found: _Finding, past: Sequence[_Past]) -> int:
 
 def _storm(case: Case, found: _Finding) -> int:
     """How many lives in a row, of unknown steps, ended like this one after about as long; 0 if they are too few."""
-    if found.culprit not in _HELPLESS:
-        return 0  # somebody who kills a worker each minute would stop the run
+    if found.culprit in (Culprit.OUTSIDE, Culprit.SCHEDULER, Culprit.NETWORK, Culprit.STORAGE):
+        return 0  # somebody who kills a worker each minute would stop the run; networks and disks come back
     walls = [case.incident.wall]
     for each in (past for past in case.before if past.kind == "round"):
         alike = each.verdict is not None and each.verdict.signature == found.signature

@@ -119,7 +119,7 @@ def test_one_clue_names_the_culprit(said: dict[str, object], culprit: Culprit) -
     ("words", "culprit"),
     [
         ("RuntimeError: unable to write to file </torch_71_3_0>: No space left on device (28)", Culprit.MEMORY),
-        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", Culprit.MEMORY),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", Culprit.OUTSIDE),
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", Culprit.MEMORY),
         ("OSError: [Errno 117] Structure needs cleaning: '/data/x'", Culprit.STORAGE),
         ("ClientError: An error occurred (SlowDown) when calling the GetObject operation", Culprit.STORAGE),
@@ -129,6 +129,8 @@ def test_one_clue_names_the_culprit(said: dict[str, object], culprit: Culprit) -
         ("zlib.error: Error -3 while decompressing data: invalid block type", Culprit.DATA),
         ("RuntimeError: Found no NVIDIA driver on your system.", Culprit.MACHINE),
         ("RuntimeError: CUDA error: device-side assert triggered", Culprit.SCRIPT),
+        ("RuntimeError: the tokenizer is a system not yet initialized", Culprit.SCRIPT),
+        ("UnpicklingError: Weights only load failed", Culprit.SCRIPT),
         ("ValueError: the loss of the network is too high", Culprit.SCRIPT),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'config.yaml'", Culprit.SCRIPT),
     ],
@@ -343,6 +345,8 @@ def test_what_ends_no_round_has_a_verdict_too(kind: str, culprit: Culprit) -> No
         ("MemoryError: ", Culprit.MEMORY),
         ("CheckpointError: out of memory, which had to hold the copy", Culprit.MEMORY),
         ("ClientError: An error occurred (SlowDown)", Culprit.STORAGE),
+        ("OSError: [Errno 28] No space left on device: '/data/pickles/x'", Culprit.STORAGE),
+        ("NonFiniteError: the state is not finite", Culprit.DATA),
     ],
 )
 def test_a_save_that_fails_is_judged_by_its_error(error: str, culprit: Culprit) -> None:
@@ -365,6 +369,27 @@ def test_no_headline_is_better_than_the_truth() -> None:
     assert stopped.advice is Advice.RESTART
     gone = judged(incident=incident(kind="node_gave_up", nodes=("b",)))
     assert not [each for each in (stopped, gone) if "continues" in each.sentence]
+
+
+def test_no_driver_on_one_node_is_no_proof_against_its_machine() -> None:
+    """Rank 0 alone may call what needs one."""
+    found = judged(clue("a", rank=0, text="rank 0 on a ended with RuntimeError: Found no NVIDIA driver on your system"))
+    assert (found.culprit, found.certainty, found.advice) == (Culprit.MACHINE, Certainty.POSSIBLE, Advice.GO_ON)
+
+
+def test_the_kernel_says_why_a_process_of_a_data_loader_was_killed() -> None:
+    text = "rank 1 on b ended with RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
+    killed = clue(types=("RuntimeError",), text=text)
+    logged = clue(
+        kind=ClueKind.KERNEL, rank=-1, text="the kernel of b logged: Out of memory: Killed process 7 (python)"
+    )
+    assert judged(killed, logged).culprit is Culprit.MEMORY
+    assert judged(clue(types=("ValueError",)), logged).culprit is Culprit.SCRIPT
+
+
+def test_an_abort_during_a_save_is_judged_by_its_words() -> None:
+    words = ABORT.format("c10::DistBackendError: NCCL error: remote process exited")
+    assert judged(clue(kind=ClueKind.SIGNAL, code=-6, text=words, place=Place.STORAGE)).culprit is Culprit.NETWORK
 
 
 def test_who_waited_for_others_does_not_explain_a_death() -> None:
@@ -416,7 +441,6 @@ def test_lines_of_broken_hardware_count() -> None:
         "NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.",
         "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 7: dc00008001010090",
         "EDAC MC0: 1 UE memory read error on CPU_SrcID#0",
-        "NVRM: Xid (PCI:0000:3b:00): 62, pid=7, name=python3, 32b8(3f58) 00000000 00000000",
         "amdgpu 0000:c1:00.0: amdgpu: 1 uncorrectable hardware errors detected in umc block",
         "{1}[Hardware Error]: event severity: recoverable",
         "Memory failure: 0x1f4a2: Sending SIGBUS to python3:4711 due to hardware memory corruption",
