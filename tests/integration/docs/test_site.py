@@ -55,10 +55,9 @@ def page(browser: Browser) -> Iterator[Page]:
 def test_a_search_leads_to_the_page(words: str, leads_to: str, site: str, page: Page) -> None:
     page.goto(site)
     box = page.get_by_role("textbox", name="Search")
-    box.focus()
     ready = page.locator(".md-search-result__meta")  # words that are typed before that are lost
     expect(ready).to_have_text("Type to start searching", timeout=30_000)
-    box.fill(words)
+    box.press_sequentially(words)  # each key is an event, which is what the search waits for
     found = page.locator(f"a.md-search-result__link[href*='{leads_to}']").first
     expect(found).to_be_visible(timeout=30_000)
     found.click()
