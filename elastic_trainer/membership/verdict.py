@@ -213,11 +213,8 @@ def _noted(case: Case) -> _Finding:
         case "ranks_differ":
             return _Finding(Culprit.SCRIPT, incident.reason, nodes=nodes, signature=incident.kind)
         case "checkpoint_failed":
-            found = _Finding(Culprit.STORAGE, incident.reason, likely, nodes, signature=incident.kind)
-            by_words = ((_STORAGE, Culprit.STORAGE), (_PICKLE, Culprit.SCRIPT), (_MEMORY, Culprit.MEMORY))
-            words = (*by_words, (re.compile("NonFiniteError"), Culprit.DATA))
-            culprit = next((each for told, each in words if told.search(incident.reason)), Culprit.STORAGE)
-            return replace(found, culprit=culprit)
+            culprit = next((each for words, each in _UNSAVED if words.search(incident.reason)), Culprit.STORAGE)
+            return _Finding(culprit, incident.reason, likely, nodes, signature=incident.kind)
         case "nonfinite_loss":
             return _Finding(Culprit.DATA, incident.reason, nodes=nodes, signature=incident.kind)
         case "run_stopped":
@@ -289,7 +286,6 @@ _BROKEN = re.compile(
     r"CUDA driver version is insufficient|Driver/library version mismatch|CUDA error: system not yet initialized"
 )
 """As likely the driver or what is installed."""
-_PICKLE = re.compile(r"[Pp]ickl|not serializable")
 _MEMORY = re.compile(
     r"[Oo]ut of (?:shared )?memory|bad_alloc|OutOfMemory|MemoryError|[Cc]annot allocate memory|"
     r"can't allocate memory|ENOMEM|STATUS_ALLOC_FAILED|shared memory\(shm\)|"
@@ -300,6 +296,13 @@ _STORAGE = re.compile(
     r"\[E(?:NOSPC|IO|ROFS|STALE|DQUOT|REMOTEIO|NODEV|NXIO|UCLEAN|SHUTDOWN)\]|StorageError|"
     r"elastic_trainer\.errors\.CheckpointError|[Tt]ransport endpoint|Structure needs cleaning|SlowDown"
 )
+_UNSAVED = (
+    (_STORAGE, Culprit.STORAGE),
+    (re.compile(r"[Pp]ickl|not serializable"), Culprit.SCRIPT),
+    (_MEMORY, Culprit.MEMORY),
+    (re.compile("NonFiniteError"), Culprit.DATA),
+)
+"""Why a checkpoint could not be saved."""
 _NETWORK = re.compile(
     r"[Cc]onnection (?:reset|closed|refused|timed out)|Broken pipe|No route to host|[Nn]etwork is unreachable|"
     r"Name or service not known|Temporary failure in name resolution|NCCL error|[Ss]ocket [Tt]imeout|gloo|"
