@@ -17,13 +17,13 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local import agents
 from elastic_trainer.local.processes import alive
 from elastic_trainer.warm.starting import Adopted, ColdStart, Starter, StartRequest
-from elastic_trainer.warm.template import COMPILERS
+from elastic_trainer.warm.template import CACHES, COMPILERS
 from tests.support.requirements import needs
 from tests.support.waiting import eventually
 
 LOOK = Path(__file__).parent / "look.py"
 LIMIT_S = 60.0
-BARE = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+BARE = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_", *CACHES))}
 
 
 @contextmanager
