@@ -208,12 +208,16 @@ def _part_for_a_while(job: Struck) -> None:
 
 def _drain(job: Struck) -> None:
     words = ["drain", job.spec.run, "--node", "n1", "--endpoint", job.spec.endpoint]
-    subprocess.run([sys.executable, "-m", "elastic_trainer", *words], check=True, timeout=180)
+    subprocess.run(
+        [sys.executable, "-m", "elastic_trainer", *words], check=True, stdout=subprocess.DEVNULL, timeout=180
+    )
 
 
 def _restart_node(job: Struck) -> None:
     words = ["restart", job.spec.run, "--node", "n1", "--endpoint", job.spec.endpoint]
-    subprocess.run([sys.executable, "-m", "elastic_trainer", *words], check=True, timeout=180)
+    subprocess.run(
+        [sys.executable, "-m", "elastic_trainer", *words], check=True, stdout=subprocess.DEVNULL, timeout=180
+    )
 
 
 def _preempt(job: Struck) -> None:
