@@ -325,6 +325,8 @@ _INSTALLED = re.compile(
     r"ModuleNotFoundError|ImportError|cannot open shared object|GLIBC|undefined symbol|[Nn]o NVIDIA driver|"
     r"devices are busy or unavailable"
 )
+_MISMATCH = re.compile(r"collective mismatch|preamble\.length")
+"""gloo's words where ranks do different things; elsewhere its errors are the network's."""
 _LOADER_KILLED = re.compile(r"DataLoader worker .*is killed by signal: Killed")
 _SHARED_MEMORY = re.compile(r"shared memory|shm|bus error", re.IGNORECASE)
 _BY_WORDS = (Culprit.MACHINE, Culprit.MEMORY, Culprit.STORAGE, Culprit.NETWORK, Culprit.COMPILER)
@@ -395,7 +397,7 @@ def _of_signal(found: _Finding, clue: Clue) -> _Finding:
         return replace(found, culprit=Culprit.MEMORY, certainty=Certainty.CERTAIN, signature="out of memory")
     if "SIGABRT: uncaught " in clue.text:
         by_words = _of_exit(found, clue.model_copy(update={"place": Place.SCRIPT}))
-        if by_words.culprit in _BY_WORDS:
+        if by_words.culprit in _BY_WORDS or _MISMATCH.search(clue.text):
             return by_words
     if name in _NATIVE:
         culprit = Culprit.MEMORY if name == "SIGBUS" and _SHARED_MEMORY.search(clue.text) else Culprit.SCRIPT
@@ -412,6 +414,8 @@ def _of_exit(found: _Finding, clue: Clue) -> _Finding:
     said = " ".join((*clue.types, clue.text))
     found = replace(found, signature=_signature(clue))
     likely, certain = Certainty.LIKELY, Certainty.CERTAIN
+    if _MISMATCH.search(said):
+        return replace(found, culprit=Culprit.SCRIPT, certainty=likely, alike=False)
     if _HARDWARE.search(said):
         return replace(found, culprit=Culprit.MACHINE, certainty=certain, signature="hardware")
     if _BROKEN.search(said):

@@ -71,7 +71,7 @@ AGAIN_S: Final = 5.0
 """Seconds between two looks for its clues."""
 _EARLY_KEPT: Final = 8
 _LIMIT_S: Final = 3.0
-_LONGEST: Final = 300
+_LONGEST: Final = 400
 
 
 class Clues:

@@ -124,6 +124,10 @@ def test_one_clue_names_the_culprit(said: dict[str, object], culprit: Culprit) -
         ("OSError: [Errno 117] Structure needs cleaning: '/data/x'", Culprit.STORAGE),
         ("ClientError: An error occurred (SlowDown) when calling the GetObject operation", Culprit.STORAGE),
         ("ConnectionError: HTTPSConnectionPool(host='x', port=443): Max retries exceeded", Culprit.NETWORK),
+        (
+            "RuntimeError: gloo: op.preamble.length <= op.nbytes. Is there a distributed collective mismatch?",
+            Culprit.SCRIPT,
+        ),
         ("SIGABRT: uncaught c10::DistBackendError: Watchdog caught collective operation timeout", Culprit.NETWORK),
         ("CalledProcessError: collect2: error: ld returned 1 exit status", Culprit.COMPILER),
         ("zlib.error: Error -3 while decompressing data: invalid block type", Culprit.DATA),
