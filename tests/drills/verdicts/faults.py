@@ -40,6 +40,8 @@ class Labelled:
     """Whether the round ends by agreement."""
     options: str = ""
     flags: str = ""
+    in_turn: bool = False
+    """Whether its nodes join in turn, so that n1 does not have rank 0."""
 
 
 GO_ON, STOP, LEAVE_OUT = Advice.GO_ON, Advice.STOP, Advice.LEAVE_OUT
@@ -198,7 +200,17 @@ FAULTS: Final = (
     # 18. one machine again and again
     Labelled("crashes", "same node", Culprit.MACHINE, SEGV, times=3, advice=LEAVE_OUT),
     Labelled("aborts", "same node", Culprit.MACHINE, NATIVE.format(6), times=3, advice=LEAVE_OUT),
-    Labelled("crashes, restart", "same node", Culprit.MACHINE, SEGV, times=3, advice=LEAVE_OUT, restart=True),
+    Labelled(
+        "crashes, restart",
+        "same node",
+        Culprit.MACHINE,
+        SEGV,
+        times=3,
+        advice=LEAVE_OUT,
+        restart=True,
+        in_turn=True,
+        options="last_call=5",
+    ),
     Labelled("bus errors", "same node", Culprit.MACHINE, NATIVE.format(7), times=3, advice=LEAVE_OUT),
     # 19. native code, once
     Labelled("a crash", "crash", Culprit.SCRIPT, SEGV),

@@ -186,7 +186,8 @@ FOURTH: Final[tuple[Labelled, ...]] = (
         "somebody sends SIGQUIT to see the stacks",
         "SIGQUIT",
         Culprit.OUTSIDE,
-        "# between\nimport os\nos.kill(os.getpid(), 3)",
+        # A shell lets jobs in the background ignore it.
+        "# between\nimport os, signal\nsignal.signal(signal.SIGQUIT, signal.SIG_DFL)\nos.kill(os.getpid(), 3)",
         on="n0",
         nodes=("n0",),
     ),

@@ -295,7 +295,10 @@ def play(fault: Labelled, directory: Path, endpoint: str, run: str) -> Outcome:
                 pytest.skip("needs hosts of their own")
             job.hosts["n1"] = job.segment.attach("n1", [directory], job.spec.ledger)
             own_kernel_log(job, "n1")
-        job.start(fault.start)
+        job.start(1 if fault.in_turn else fault.start)
+        if fault.in_turn:
+            job.wait_for(lambda: job.store.range(job.keys.nodes, Deadline.after(10.0)).items, "n0 did not register")
+            job.start(fault.start - 1)
         if not starts:
             job.await_world(*(node.name for node in job.nodes))
             job.await_steps(20)  # by then it is told how they came together
