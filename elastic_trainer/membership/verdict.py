@@ -446,11 +446,8 @@ def _signature(clue: Clue) -> str:
     """Equal for failures of one kind: the words without ranks, nodes, numbers and addresses."""
     said = clue.text.partition(" ended with ")[2].removeprefix(f"exit code {clue.code}: ")
     said = said or clue.text.partition(" was killed by ")[2]
-    said = (
-        said.partition(", because of ")[0].rpartition(", at ")[0]
-        or said.partition(", because of ")[0]
-        or f"exit code {clue.code}"
-    )
+    said = said.partition(", because of ")[0]
+    said = said.rpartition(", at ")[0] or said or f"exit code {clue.code}"
     words = re.sub(r"0x[0-9a-f]+|\d+(?:\.\d+)*", "#", said)[:120]
     return f"{clue.types[0] if clue.types else ''} {words}".strip()
 

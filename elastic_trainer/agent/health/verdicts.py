@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -362,10 +362,10 @@ class Verdicts:
         now = self._clock.monotonic()
         if self._awaited[0] is not incident:
             self._awaited = (incident, now)
-        health = self._ports.told()
-        if self._waits(incident, health) and not last and now - self._awaited[1] < PATIENCE_S:
+        case = self._case_of(incident, current)
+        if awaits(incident, case.clues) and not last and now - self._awaited[1] < PATIENCE_S:
             return None
-        self._case = self._case_of(incident, current, health)
+        self._case = self._with_past(case)
         verdict = judge(self._case)
         _log(incident, verdict)
         return incident.model_copy(update={"verdict": verdict})
@@ -407,9 +407,9 @@ class Verdicts:
             if now - each.looked_at < AGAIN_S:
                 continue
             each.looked_at = now
-            health = self._ports.told()
-            if not self._waits(each.incident, health):
-                verdict = judge(self._case_of(each.incident, current, health))
+            case = self._case_of(each.incident, current)
+            if not awaits(each.incident, case.clues):
+                verdict = judge(self._with_past(case))
                 _log(each.incident, verdict)
                 return each.key, each.incident, each.incident.model_copy(update={"verdict": verdict})
         return None
@@ -418,26 +418,25 @@ class Verdicts:
         """The better verdict on the incident at ``key`` is written."""
         self._early = [each for each in self._early if each.key != key]
 
-    def _waits(self, incident: Incident, health: Mapping[str, NodeHealth]) -> bool:
-        """Whether its clues are still to come."""
-        return awaits(incident, clues_of(incident, health, self._clues.all())[0])
-
-    def _case_of(self, incident: Incident, current: RoundDocument | None, health: Mapping[str, NodeHealth]) -> Case:
-        limits = self._limits
+    def _case_of(self, incident: Incident, current: RoundDocument | None) -> Case:
+        """All but the incidents before, which one that only waits for its clues does not need."""
+        health, limits = self._ports.told(), self._limits
         clues, older = clues_of(incident, health, self._clues.all())
         members = [member.node for member in current.members] if current is not None else []
         return Case(
             incident,
             clues,
-            earlier(self._store, self._keys, incident),
-            sorted({*incident.nodes, *members, *(each.node for each in clues)}),
-            older,
-            health,
-            members,
-            limits.least,
-            limits.group,
-            limits.failures,
+            nodes=sorted({*incident.nodes, *members, *(each.node for each in clues)}),
+            older=older,
+            health=health,
+            members=members,
+            least=limits.least,
+            group=limits.group,
+            limit=limits.failures,
         )
+
+    def _with_past(self, case: Case) -> Case:
+        return replace(case, before=earlier(self._store, self._keys, case.incident))
 
     def _record(self, machine: str, incident: Incident, verdict: Verdict, *, left: bool) -> None:
         """Keep a fault of ``machine`` for later runs."""

@@ -364,7 +364,7 @@ STORE_S: Final = 5.0
 _ASKED: Final = 3
 """Neighbours that are asked for a bundle whose publisher is gone."""
 _HOLDERS: Final = 16
-"""About so many nodes of a run keep a bundle in memory, beside the one that published it."""
+"""Besides the publisher, about this many nodes of a run keep a bundle in memory."""
 _NICE: Final = 10
 
 
