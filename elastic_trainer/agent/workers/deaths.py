@@ -61,7 +61,7 @@ class Deaths:
     def __init__(self, events: Path | None = None, proc: Path = Path("/proc")) -> None:
         self._events = events if events is not None else own_events()
         self._killed, self._own = self._kills(), proc / "self"
-        self._read_to = {path: size_of(path) for path in written_by(self._own)}
+        self._read_to = self._ends()
 
     def look(self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str]) -> list[Death]:
         """How the failed workers died, the first one first. ``said``: the last line of each exception, by process
@@ -80,8 +80,12 @@ class Deaths:
             why = why or " ".join((_recorded(each) or _written(each)).split())[:LONGEST_LINE]
             how += f": {why}" if why else ""
             found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how))
-        self._read_to = {path: size_of(path) for path in written_by(self._own)}
+        self._read_to = self._ends()
         return found
+
+    def _ends(self) -> dict[Path, int]:
+        """The files that torchrun writes to, and their present sizes."""
+        return {path: size_of(path) for path in written_by(self._own)}
 
     def _aborted(self, failure: ProcessFailure, *, alone: bool) -> str:
         """What ``std::terminate`` or the allocator of glibc wrote before it aborted the process.
@@ -90,10 +94,11 @@ class Deaths:
         """
         if failure.exitcode != -signal.SIGABRT:
             return ""
-        own = Path(failure.error_file).with_name("stderr.log")
-        read_to = {own: 0} if own.exists() else self._read_to
+        own = _own_errors(failure)
+        shared = not own.exists()
+        read_to = self._read_to if shared else {own: 0}
         found = [match for path, begin in read_to.items() for match in _ABORTED.finditer(end_of(path, begin))]
-        if not found or (not own.exists() and (len(found) > 1 or not alone)):
+        if not found or (shared and (len(found) > 1 or not alone)):
             return ""
         kind, what, checked = found[-1].groups()
         return " ".join((checked or f"uncaught {kind}: {what or ''}").split())[:LONGEST_LINE]
@@ -146,9 +151,14 @@ def _recorded(failure: ProcessFailure) -> str:
     return said if isinstance(said, str) else ""
 
 
+def _own_errors(failure: ProcessFailure) -> Path:
+    """Where its error output is, if that went to a file of its own (torchrun's ``--redirects``, ``--tee``)."""
+    return Path(failure.error_file).with_name("stderr.log")
+
+
 def _written(failure: ProcessFailure) -> str:
-    """The last line of its error output, if that went to a file of its own (torchrun's ``--redirects``, ``--tee``)."""
-    return next(iter(last_lines(Path(failure.error_file).with_name("stderr.log"), 1)), "")
+    """The last line of that."""
+    return next(iter(last_lines(_own_errors(failure), 1)), "")
 
 
 def write_termination_message(reason: str, file: Path = TERMINATION_LOG) -> None:
