@@ -49,26 +49,26 @@ BOTH: Final = ("n0", "n1")
 RAISE = "# step\nraise {}"
 SEGV = "# step\nimport os\nos.kill(os.getpid(), 11)"
 NATIVE = "# step\nimport os\nos.kill(os.getpid(), {})"
+STRIKES = f"# step again\nimport os\nif {POISON} in ids: {{}}"
 EIO = "raise OSError(5, 'Input/output error')"
 ENDS: Final[dict[str, Any]] = {"on": "all", "advice": STOP, "ends": True}
 
 
-def missing(name: str, *, restart: bool = False) -> Labelled:
+def unstartable(name: str, kind: str, code: str, *, restart: bool = False) -> Labelled:
     """A script that cannot start on any node."""
-    code = "# start again\nimport no_such_module"
-    return Labelled(name, "start", Culprit.SCRIPT, code, nodes=BOTH, act="begin", restart=restart, **ENDS)
+    code = f"# start again\n{code}"
+    return Labelled(name, kind, Culprit.SCRIPT, code, nodes=BOTH, act="begin", restart=restart, **ENDS)
 
 
-def poison(name: str, does: str) -> Labelled:
+def poison(name: str, kind: str, code: str, options: str = "") -> Labelled:
     """One batch does this to whoever computes it."""
-    code = f"# step again\nimport os\nif {POISON} in ids: {does}"
-    return Labelled(name, "poison", Culprit.DATA, code, nodes=None, start=3, times=3, **ENDS)
+    return Labelled(name, kind, Culprit.DATA, code, nodes=None, start=3, times=3, options=options, **ENDS)
 
 
-def full(name: str, error: str) -> Labelled:
+def unsaved(name: str, kind: str, code: str, culprit: Culprit = Culprit.STORAGE) -> Labelled:
     """Checkpoints cannot be written."""
     more: dict[str, Any] = {"incident": "checkpoint_failed", "flags": "--save-every 0.5"}
-    return Labelled(name, "save fails", Culprit.STORAGE, f"# save again\n{error}", on="all", nodes=None, **more)
+    return Labelled(name, kind, culprit, f"# save again\n{code}", on="all", nodes=None, **more)
 
 
 FAULTS: Final = (
@@ -106,8 +106,8 @@ FAULTS: Final = (
         code="# between\nsession.all_reduce(torch.ones(1))",
     ),
     # 5. the script cannot start
-    missing("a module is missing"),
-    missing("a module is missing, restart", restart=True),
+    unstartable("a module is missing", "start", "import no_such_module"),
+    unstartable("a module is missing, restart", "start", "import no_such_module", restart=True),
     # 6. the data set raises
     Labelled("a bad row", "data raises", Culprit.DATA, "# data\nraise ValueError('row is empty')"),
     Labelled("a bad text", "data raises", Culprit.DATA, "# data\nb'\\xff'.decode()"),
@@ -118,9 +118,9 @@ FAULTS: Final = (
         "a bad row, all begin anew", "data raises", Culprit.DATA, "# data\nraise ValueError('empty')", restart=True
     ),
     # 7. a batch kills whoever computes it
-    poison("a batch raises", "raise ValueError('label 12')"),
-    poison("a batch crashes", "os.kill(os.getpid(), 11)"),
-    poison("a batch kills", "os.kill(os.getpid(), 9)"),
+    poison("a batch raises", "poison", STRIKES.format("raise ValueError('label 12')")),
+    poison("a batch crashes", "poison", STRIKES.format("os.kill(os.getpid(), 11)")),
+    poison("a batch kills", "poison", STRIKES.format("os.kill(os.getpid(), 9)")),
     # 8. the data set gives nothing
     Labelled(
         "a row never comes",
@@ -168,8 +168,8 @@ FAULTS: Final = (
         " backend='eager')(torch.ones(1))",
     ),
     # 13. checkpoints cannot be written
-    full("a full disk", "raise OSError(28, 'No space left on device')"),
-    full("a broken disk", EIO),
+    unsaved("a full disk", "save fails", "raise OSError(28, 'No space left on device')"),
+    unsaved("a broken disk", "save fails", EIO),
     # 14. data cannot be read
     Labelled("an I/O error", "read fails", Culprit.STORAGE, f"# data\n{EIO}"),
     Labelled("a stale handle", "read fails", Culprit.STORAGE, "# data\nraise OSError(116, 'Stale file handle')"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from elastic_trainer.model import Advice, Culprit
-from tests.drills.verdicts.faults import BOTH, POISON, Labelled
+from tests.drills.verdicts.faults import POISON, Labelled, poison, unsaved, unstartable
 
 FOURTH: Final[tuple[Labelled, ...]] = (
     # the script
@@ -37,19 +37,13 @@ FOURTH: Final[tuple[Labelled, ...]] = (
         Culprit.SCRIPT,
         "# between\nimport ctypes\nctypes.CDLL(None).PyThreadState_Get()",
     ),
-    Labelled(
+    unstartable(
         "an option that is no number",
         "start: options",
-        Culprit.SCRIPT,
-        "# start again\nimport argparse\n"
+        "import argparse\n"
         "parser = argparse.ArgumentParser('train.py')\n"
         "parser.add_argument('--warmup-steps', type=int)\n"
         "parser.parse_args(['--warmup-steps', '1e3'])",
-        on="all",
-        nodes=BOTH,
-        advice=Advice.STOP,
-        ends=True,
-        act="begin",
     ),
     # the data
     Labelled(
@@ -79,19 +73,12 @@ FOURTH: Final[tuple[Labelled, ...]] = (
         nodes=None,
         incident="nonfinite_loss",
     ),
-    Labelled(
+    poison(
         "a sample whose links lead in a circle",
         "poison hangs",
-        Culprit.DATA,
         f"# data again\nif index == {POISON}:\n"
         "    links, at = {7: 9, 9: 7}, 7\n"
         "    while at in links: at = links[at]",
-        on="all",
-        nodes=None,
-        start=3,
-        times=3,
-        advice=Advice.STOP,
-        ends=True,
         options="step_timeout=4,first_step_timeout=20",
     ),
     # memory
@@ -116,16 +103,10 @@ FOURTH: Final[tuple[Labelled, ...]] = (
         restart=True,
     ),
     # storage
-    Labelled(
+    unsaved(
         "a quota is used up",
         "quota",
-        Culprit.STORAGE,
-        "# save again\n"
         "raise OSError(122, 'Disk quota exceeded', '/home/train/checkpoints/step-1200.tmp/rank-0.safetensors')",
-        on="all",
-        nodes=None,
-        incident="checkpoint_failed",
-        flags="--save-every 0.5",
     ),
     Labelled(
         "Lustre has evicted its client",

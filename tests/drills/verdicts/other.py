@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from elastic_trainer.model import Advice, Culprit
-from tests.drills.verdicts.faults import BOTH, POISON, Labelled
+from tests.drills.verdicts.faults import POISON, Labelled, poison, unsaved, unstartable
 
 OTHER: Final[tuple[Labelled, ...]] = (
     # the script
@@ -44,22 +44,15 @@ OTHER: Final[tuple[Labelled, ...]] = (
         "fcntl.flock(os.open(name, os.O_RDWR), fcntl.LOCK_EX)",
         options="step_timeout=4",
     ),
-    Labelled(
+    unstartable(
         "no access to the model",
         "start: token",
-        Culprit.SCRIPT,
-        "# start again\n"
         "raise OSError('You are trying to access a gated repo.\\n"
         "Make sure to have access to it at https://huggingface.co/meta-llama/Llama-2-7b-hf.\\n"
         "401 Client Error. (Request ID: Root=1-65f1c0a2-3d9e)\\n\\n"
         "Cannot access gated repo for url"
         " https://huggingface.co/meta-llama/Llama-2-7b-hf/resolve/main/config.json.\\n"
         "Access to model meta-llama/Llama-2-7b-hf is restricted. You must be authenticated to access it.')",
-        on="all",
-        nodes=BOTH,
-        advice=Advice.STOP,
-        ends=True,
-        act="begin",
     ),
     # the data
     Labelled(
@@ -89,18 +82,11 @@ OTHER: Final[tuple[Labelled, ...]] = (
         "# data\nimport subprocess\nsubprocess.Popen(['cat'], stdin=subprocess.PIPE).wait()",
         options="step_timeout=4",
     ),
-    Labelled(
+    poison(
         "a token beyond the vocabulary",
         "poison",
-        Culprit.DATA,
         f"# step again\nif {POISON} in ids:\n"
         "    torch.nn.functional.embedding(torch.tensor([32000]), torch.zeros(32000, 1))",
-        on="all",
-        nodes=None,
-        start=3,
-        times=3,
-        advice=Advice.STOP,
-        ends=True,
     ),
     Labelled(
         "a NaN in a row",
@@ -166,15 +152,10 @@ OTHER: Final[tuple[Labelled, ...]] = (
         nodes=("n0",),
         restart=True,
     ),
-    Labelled(
+    unsaved(
         "torch.save on a full disk",
         "save fails",
-        Culprit.STORAGE,
-        "# save again\nimport torch\ntorch.save(torch.ones(1 << 20), '/dev/full')",
-        on="all",
-        nodes=None,
-        incident="checkpoint_failed",
-        flags="--save-every 0.5",
+        "import torch\ntorch.save(torch.ones(1 << 20), '/dev/full')",
     ),
     # the network
     Labelled(

@@ -100,6 +100,12 @@ class Struck(Job):
         for tracer in self.tracers:  # what they trace is dead
             tracer.communicate(timeout=30)
 
+    def victim(self) -> psutil.Process:
+        """The worker of n1."""
+        worker = self.node("n1").worker()
+        assert worker is not None
+        return worker
+
     def break_it(self) -> None:
         """Do what the fault says, once."""
         fault = self.fault
@@ -148,15 +154,13 @@ def _kill(job: Struck) -> None:
 
 
 def _oom(job: Struck) -> None:
-    worker = job.node("n1").worker()
-    assert worker is not None
+    worker = job.victim()
     job.log_kernel(f"Memory cgroup out of memory: Killed process {worker.pid} (python3) total-vm:81920kB")
     worker.kill()
 
 
 def _oom_loader(job: Struck) -> None:
-    worker = job.node("n1").worker()
-    assert worker is not None
+    worker = job.victim()
 
     def loaders() -> list[psutil.Process]:
         return [each for each in worker.children() if each.name() == "pt_data_worker"]
@@ -173,16 +177,14 @@ def _with_line(line: str, number: int) -> Callable[[Struck], None]:
     def act(job: Struck) -> None:
         job.log_kernel(line)
         job.await_logged()
-        worker = job.node("n1").worker()
-        assert worker is not None
+        worker = job.victim()
         worker.send_signal(number)
 
     return act
 
 
 def _freeze(job: Struck) -> None:
-    worker = job.node("n1").worker()
-    assert worker is not None
+    worker = job.victim()
     worker.send_signal(signal.SIGSTOP)
 
 
@@ -206,18 +208,13 @@ def _part_for_a_while(job: Struck) -> None:
         segment.reunite(one, other)
 
 
-def _drain(job: Struck) -> None:
-    words = ["drain", job.spec.run, "--node", "n1", "--endpoint", job.spec.endpoint]
-    subprocess.run(
-        [sys.executable, "-m", "elastic_trainer", *words], check=True, stdout=subprocess.DEVNULL, timeout=180
-    )
+def _ordered(command: str) -> Callable[[Struck], None]:
+    def act(job: Struck) -> None:
+        words = [command, job.spec.run, "--node", "n1", "--endpoint", job.spec.endpoint]
+        call = [sys.executable, "-m", "elastic_trainer", *words]
+        subprocess.run(call, check=True, stdout=subprocess.DEVNULL, timeout=180)
 
-
-def _restart_node(job: Struck) -> None:
-    words = ["restart", job.spec.run, "--node", "n1", "--endpoint", job.spec.endpoint]
-    subprocess.run(
-        [sys.executable, "-m", "elastic_trainer", *words], check=True, stdout=subprocess.DEVNULL, timeout=180
-    )
+    return act
 
 
 def _preempt(job: Struck) -> None:
@@ -226,8 +223,7 @@ def _preempt(job: Struck) -> None:
 
 
 def _trace(job: Struck) -> None:
-    worker = job.node("n1").worker()
-    assert worker is not None
+    worker = job.victim()
     tracer = subprocess.Popen([sys.executable, "-c", TRACER, str(worker.pid)], stdout=subprocess.PIPE)
     job.tracers.append(tracer)
     assert tracer.stdout is not None
@@ -266,8 +262,8 @@ ACTS: Mapping[str, Callable[[Struck], object]] = {
     "join": lambda job: job.add(),
     "part_newcomer": _part,
     "part_for_a_while": _part_for_a_while,
-    "drain": _drain,
-    "restart_node": _restart_node,
+    "drain": _ordered("drain"),
+    "restart_node": _ordered("restart"),
     "preempt": _preempt,
     "trace_worker": _trace,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from elastic_trainer.model import Advice, Culprit
-from tests.drills.verdicts.faults import BOTH, POISON, Labelled
+from tests.drills.verdicts.faults import BOTH, POISON, Labelled, poison, unsaved, unstartable
 
 THIRD: Final[tuple[Labelled, ...]] = (
     # the script
@@ -18,15 +18,11 @@ THIRD: Final[tuple[Labelled, ...]] = (
         "files = []\n"
         "while True: files.append(open('/dev/null'))",
     ),
-    Labelled(
+    unsaved(
         "a schedule that cannot be pickled",
         "pickle",
+        "import io, torch\ntorch.save({'schedule': lambda step: 0.99 ** step}, io.BytesIO())",
         Culprit.SCRIPT,
-        "# save again\nimport io, torch\ntorch.save({'schedule': lambda step: 0.99 ** step}, io.BytesIO())",
-        on="all",
-        nodes=None,
-        incident="checkpoint_failed",
-        flags="--save-every 0.5",
     ),
     Labelled(
         "a forgotten breakpoint, and nobody at the keyboard",
@@ -54,16 +50,10 @@ THIRD: Final[tuple[Labelled, ...]] = (
         nodes=("n0",),
         options="step_timeout=4",
     ),
-    Labelled(
+    unstartable(
         "weights of another width",
         "start: weights",
-        Culprit.SCRIPT,
-        "# start again\ntorch.nn.Linear(16, 32).load_state_dict(torch.nn.Linear(16, 64).state_dict())",
-        on="all",
-        nodes=BOTH,
-        advice=Advice.STOP,
-        ends=True,
-        act="begin",
+        "torch.nn.Linear(16, 32).load_state_dict(torch.nn.Linear(16, 64).state_dict())",
         restart=True,
     ),
     # the data
@@ -93,20 +83,13 @@ THIRD: Final[tuple[Labelled, ...]] = (
         "# data\nimport re\nre.match(r'(\\w+\\s?)*$', 'a' * 80 + '!')",
         options="step_timeout=4",
     ),
-    Labelled(
+    poison(
         "a flipped bit in a compressed sample",
         "poisoned sample",
-        Culprit.DATA,
         f"# data again\nimport gzip\nif index == {POISON}:\n"
         "    page = bytearray(gzip.compress(bytes(1000)))\n"
         "    page[-8] ^= 1\n"
         "    gzip.decompress(page)",
-        on="all",
-        nodes=None,
-        start=3,
-        times=3,
-        advice=Advice.STOP,
-        ends=True,
     ),
     # memory
     Labelled(
@@ -147,19 +130,13 @@ THIRD: Final[tuple[Labelled, ...]] = (
         restart=True,
     ),
     # storage
-    Labelled(
+    unsaved(
         "the object store asks to slow down",
         "object store",
-        Culprit.STORAGE,
-        "# save again\n"
         "class ClientError(Exception): pass\n"
         "ClientError.__module__ = 'botocore.exceptions'\n"
         "raise ClientError('An error occurred (SlowDown) when calling the UploadPart operation (reached max retries:"
         " 4): Please reduce your request rate.')",
-        on="all",
-        nodes=None,
-        incident="checkpoint_failed",
-        flags="--save-every 0.5",
     ),
     Labelled(
         "HDF5 cannot read its file",
