@@ -88,11 +88,12 @@ REPEATED_INCIDENT_S: Final = 600.0
 ALIVE_EVERY_S: Final = 5.0
 _STOPS_KEPT: Final = 100
 _NOTICED: Final = (
-    ("save.failed", "checkpoint_failed", "a checkpoint could not be saved; the log of rank 0 says why"),
-    ("nonfinite_steps", "nonfinite_loss", "the loss was NaN or infinite"),
-    ("differences", "ranks_differ", "ranks held different parameters; the workers' logs name the first"),
+    ("save.failed", "checkpoint_failed", "a checkpoint could not be saved", "save_error", "the log of rank 0 says why"),
+    ("nonfinite_steps", "nonfinite_loss", "the loss was NaN or infinite", "", ""),
+    ("differences", "ranks_differ", "ranks held different parameters", "", "the workers' logs name the first"),
 )
-"""Counters that people should hear of: name, kind of incident, and what it means."""
+"""Counters that people should hear of: name, kind of incident, what it means, the note of a worker that says why, and
+where to look without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,14 +421,13 @@ class Health:
         if current is not None and current.members and not current.is_first(self._node):
             self._seen = dict(counters)
             return
-        for name, kind, text in _NOTICED:
+        for name, kind, text, note, hint in _NOTICED:
             value, before = counters.get(name, 0.0), self._seen.get(name, 0.0)
             self._seen[name] = value
             if value > before and now - self._reported_at.get(kind, -math.inf) >= REPEATED_INCIDENT_S:
                 self._reported_at[kind] = now
-                errors = (each.notes.get("save_error") for each in readings) if kind == "checkpoint_failed" else ()
-                why = next(filter(None, errors), "")
-                self.add_note(kind, f"{text.partition(';')[0]}: {why}" if why else text)
+                why = next((each.notes[note] for each in readings if note in each.notes), "")
+                self.add_note(kind, text + (f": {why}" if why else f"; {hint}" if hint else ""))
 
     def _notice_audits(self, readings: list[Reading]) -> None:
         """Which ranks compute wrong results, as the worker of rank 0 has found."""
