@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -126,9 +127,15 @@ class Struck(Job):
             wanted = [each for each in wanted if (each.cause in PLANNED) == self.fault.planned]
         return wanted
 
-    def await_more(self, known: int) -> None:
-        """Wait until there are more than ``known`` incidents."""
-        self.wait_for(lambda: len(self.told()) > known, f"no incident after {self.fault.name}")
+    def await_more(self, known: int, act: Future[None] | None = None) -> None:
+        """Wait until there are more than ``known`` incidents; ``act`` may last longer, but must not fail."""
+
+        def more() -> bool:
+            if act is not None and act.done():
+                act.result()
+            return len(self.told()) > known
+
+        self.wait_for(more, f"no incident after {self.fault.name}")
 
     def settle(self, at: int) -> None:
         """Wait for a verdict with a culprit, if there is one within reason."""
@@ -282,7 +289,7 @@ def own_kernel_log(job: Struck, name: str) -> None:
 
 def play(fault: Labelled, directory: Path, endpoint: str, run: str) -> Outcome:
     """Start the job, strike it, and wait for the verdict; the run goes on unless it cannot."""
-    with Struck(directory, endpoint, run, fault) as job:
+    with Struck(directory, endpoint, run, fault) as job, ThreadPoolExecutor(1) as hand:
         starts = fault.act == "begin"
         if starts:
             job.break_it()
@@ -298,13 +305,13 @@ def play(fault: Labelled, directory: Path, endpoint: str, run: str) -> Outcome:
         if not starts:
             job.await_world(*(node.name for node in job.nodes))
             job.await_steps(20)  # by then it is told how they came together
-        known = 0
+        known, act = 0, None
         repeats = "again" in fault.code
         for _ in range(1 if repeats else fault.times):
             known = len(job.told())
             if not starts:
-                job.break_it()
-            job.await_more(known)
+                act = hand.submit(job.break_it)  # the incident may be over before it is
+            job.await_more(known, act)
             if not fault.ends and fault.times > 1:
                 job.await_steps(5)
         if repeats:
@@ -315,6 +322,8 @@ def play(fault: Labelled, directory: Path, endpoint: str, run: str) -> Outcome:
             job.settle(at)  # on a busy machine a process may need seconds to exit
             seen = SYSTEM.monotonic()
         incident = job.told()[at]
+        if act is not None:
+            act.result()
         if fault.ends:
             return Outcome(incident, None, frozenset(job.exit_codes().values()))
         job.await_steps(3)
