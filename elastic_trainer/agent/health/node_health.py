@@ -641,7 +641,7 @@ class Evictions:
         *,
         obeys: bool,
         leave: Callable[[], None] = leave_as_asked,
-        told: Callable[[str], None] = lambda reason: None,
+        told: Callable[[str, bool], None] = lambda reason, workers: None,
     ) -> None:
         self._node, self._store, self._keys, self._created = node, store, keys, created
         self._obeys, self._leave, self._leave_workers, self._told = obeys, leave, leave_workers, told
@@ -667,6 +667,7 @@ class Evictions:
             request = LeaveRequest(reason=asked.value.decode(errors="replace"))
         if request.workers:
             logger().warning("workers.evicted", node=self._node, reason=plain(request.reason))
+            self._told(plain(request.reason), True)
             self._leave_workers()
         elif request.ordered or self._obeys:
             self._go(plain(request.reason))
@@ -698,7 +699,7 @@ class Evictions:
 
     def _go(self, reason: str) -> None:
         logger().warning("node.evicted", node=self._node, reason=reason)
-        self._told(reason)
+        self._told(reason, False)
         self._leave()
 
 

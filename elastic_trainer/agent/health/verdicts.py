@@ -168,8 +168,10 @@ class Clues:
         text = f"rank {reading.pulse.rank} on {self._node} waited for others in {at or 'an unknown call'}"
         self.add(ClueKind.WAIT, text, rank=reading.pulse.rank, at=at, place=Place.COLLECTIVE)
 
-    def told_to_leave(self, reason: str) -> None:
-        self.add(ClueKind.NOTICE, f"node {self._node} was told to leave: {reason}")
+    def told_to_leave(self, reason: str, workers: bool = False) -> None:
+        """The node, or its workers alone."""
+        who = f"the workers of {self._node} were" if workers else f"node {self._node} was"
+        self.add(ClueKind.NOTICE, f"{who} told to leave: {reason}")
 
     def logged(self, lines: Iterable[str]) -> None:
         """Lines of the kernel's log; those that say nothing of a fault are left out."""

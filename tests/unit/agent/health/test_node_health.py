@@ -113,6 +113,7 @@ class Desk:
     stalled: list[tuple[int, str]] = field(default_factory=list)
     asks: MemoryStore = field(default_factory=MemoryStore)
     left: list[str] = field(default_factory=list)
+    told: list[tuple[str, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.judge = NoKills(partial(self.pages.count_event, "workers_killed"))
@@ -606,6 +607,7 @@ class Job:
     clock: ManualClock = field(default_factory=ManualClock)
     store: MemoryStore = field(default_factory=MemoryStore)
     left: list[str] = field(default_factory=list)
+    told: list[tuple[str, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.created = {name: self.show(name) for name in "abc"}
@@ -618,7 +620,11 @@ class Job:
     def evictions(self, name: str) -> Evictions:
         created = self.created[name]
         workers, node = (partial(self.left.append, each) for each in (f"workers of {name}", name))
-        return Evictions(name, self.store, KEYS, lambda: created, workers, obeys=True, leave=node)
+
+        def told(reason: str, workers: bool) -> None:
+            self.told.append((reason, workers))
+
+        return Evictions(name, self.store, KEYS, lambda: created, workers, obeys=True, leave=node, told=told)
 
     def looks(self, name: str, times: int = 10, *, evicts: bool = True) -> list[Incident | None]:
         records = {"spare": node("spare", 9).record} if self.spare else {}
@@ -727,9 +733,9 @@ def test_a_node_of_before_asks_in_plain_text() -> None:
 
 def test_an_operator_may_have_the_workers_leave_alone() -> None:
     job = Job()
-    write(job.store, Put(KEYS.eviction("c"), LeaveRequest(reason="", ordered=True, workers=True).encode()))
+    write(job.store, Put(KEYS.eviction("c"), LeaveRequest(reason="why", ordered=True, workers=True).encode()))
     job.evictions("c").obey()
-    assert job.left == ["workers of c"]
+    assert (job.left, job.told) == (["workers of c"], [("why", True)])
 
 
 def test_a_node_that_is_in_no_round_can_be_asked_to_leave() -> None:
