@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from elastic_trainer.errors import ConfigError
 
@@ -191,9 +193,16 @@ def place_of(files: Iterable[str]) -> Place:
     return Place.SCRIPT
 
 
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_NOT_OF_SCRIPTS = re.compile(
+    r"/lib/python|site-packages|<frozen|<string>|"
+    r"/torchinductor_|/elastic_trainer-\d+/compiled/"  # what Inductor generates
+)
+
+
 def is_script(file: str) -> bool:
     """Whether a file of a stack is the user's own."""
-    return not any(part in file for part in ("/lib/python", "site-packages", "elastic_trainer/", "<frozen", "<string>"))
+    return not file.startswith(_PACKAGE) and not _NOT_OF_SCRIPTS.search(file)
 
 
 @dataclass(frozen=True, slots=True, order=True)

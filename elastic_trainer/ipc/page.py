@@ -116,6 +116,8 @@ class Reading:
     notes: Mapping[str, Any]
     inside: bool = False
     """Whether it is inside a step that it has not committed yet."""
+    crash: str = ""
+    """Its stacks, if a fatal signal ended it."""
 
     @property
     def pid(self) -> int:
@@ -283,6 +285,8 @@ def _pulse(values: tuple[Any, ...]) -> Heartbeat:
 
 SIGNAL: Final = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 5
 """A signal that no other program uses: SIGUSR1 and SIGUSR2 belong to scripts and job controllers."""
+CRASHES: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+"""What faulthandler handles."""
 ANSWER_S: Final = 0.5
 _QUIET_S: Final = 0.03
 _SPY_S: Final = 3.0
@@ -314,6 +318,15 @@ def _requested(pid: int, file: Path) -> str:
     with contextlib.suppress(OSError):
         return file.read_bytes()[before:].decode(errors="replace").strip()
     return ""
+
+
+def crash_of(page: Path) -> str:
+    """The stacks that a fatal signal had the worker of this page write; empty if it did not end by one."""
+    try:
+        written = page.with_suffix(".stacks").read_bytes()[-_MOST:].decode(errors="replace")
+    except OSError:
+        return ""
+    return written.rpartition("Fatal Python error: ")[2] if "Fatal Python error: " in written else ""
 
 
 def signal_state(pid: int) -> tuple[set[int], bool]:

@@ -400,10 +400,13 @@ def _of_signal(found: _Finding, clue: Clue) -> _Finding:
         if by_words.culprit in _BY_WORDS or _MISMATCH.search(clue.text):
             return by_words
     if name in _NATIVE:
-        culprit = Culprit.MEMORY if name == "SIGBUS" and _SHARED_MEMORY.search(clue.text) else Culprit.SCRIPT
-        if clue.place is Place.DATA:
-            culprit = Culprit.DATA
-        return replace(found, culprit=culprit, machine=clue.place is not Place.DATA)
+        by_place = {Place.DATA: Culprit.DATA, Place.COMPILER: Culprit.COMPILER}
+        if name == "SIGBUS":  # what was mapped into memory is not there
+            by_place[Place.STORAGE] = Culprit.STORAGE
+        culprit = by_place.get(clue.place, Culprit.SCRIPT)
+        if name == "SIGBUS" and _SHARED_MEMORY.search(clue.text):
+            culprit = Culprit.MEMORY
+        return replace(found, culprit=culprit, machine=clue.place not in by_place)
     if name in _ASKED:
         return replace(found, culprit=Culprit.SCHEDULER, certainty=Certainty.LIKELY, alike=False)
     return replace(found, culprit=Culprit.OUTSIDE, alike=False)

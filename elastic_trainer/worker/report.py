@@ -4,8 +4,8 @@ The page has the worker's phase, the duration of its steps, and how it spends it
 phase. The agent reads it; a worker without an agent writes it for the metrics of its own process. The ledger has one
 JSON line for each action, for audits of a run.
 
-*Runs in* the worker's main thread; the endpoint in its server's. *Owns* the page, the file for stacks that the agent
-requests, one ledger file per process, and the endpoint until the session closes it.
+*Runs in* the worker's main thread; the endpoint in its server's. *Owns* the page, the file for stacks (of a crash, or
+that the agent requests), one ledger file per process, and the endpoint until the session closes it.
 *Fails by* StorageError if the ledger cannot be created when training starts, ConfigError if the endpoint cannot listen.
 Without a page nothing is reported; a ledger's lines wait in memory while the disk refuses them: a record is never worth
 stopping the training.
@@ -29,6 +29,7 @@ import elastic_trainer
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.ipc.page import (
+    CRASHES,
     NUMBERS,
     PHASES,
     SIGNAL,
@@ -37,6 +38,7 @@ from elastic_trainer.ipc.page import (
     PageWriter,
     Reading,
     observed,
+    signal_state,
     start_of,
 )
 from elastic_trainer.model import Cursor, Phase
@@ -93,6 +95,8 @@ class HeartbeatReporter:
         self._device: torch.device | None = None
         self._knows_mean = False
         self._stacks: IO[bytes] | None = None
+        self._tells_crashes = False
+        """Whether a fatal signal has the stacks written there."""
         self.closed_at = now
         self.reached = 0
         """The newest step that any rank had committed before: steps up to it are repeated work."""
@@ -135,6 +139,9 @@ class HeartbeatReporter:
             try:  # the agent requests stacks by signal; a C handler writes them even while the interpreter is blocked
                 tracker._stacks = page.path.with_suffix(".stacks").open("wb")
                 faulthandler.register(SIGNAL, tracker._stacks, all_threads=True, chain=False)
+                if not signal_state(os.getpid())[0] & CRASHES:  # the script, or a JVM in it, handles them itself
+                    faulthandler.enable(tracker._stacks)
+                    tracker._tells_crashes = True
             except (OSError, ValueError, RuntimeError, AttributeError) as error:
                 logger().info("stacks.unavailable", error=str(error))
         return tracker
@@ -147,6 +154,7 @@ class HeartbeatReporter:
     def disown(self) -> None:
         """In a forked child: stop writing, since the page is the parent's."""
         self.page = PageWriter.private()
+        self._ignore_crashes()
         _PREVIOUS.clear()
 
     def close(self) -> None:
@@ -155,8 +163,14 @@ class HeartbeatReporter:
         self.beat()
         if self._stacks is not None:
             faulthandler.unregister(SIGNAL)
+            self._ignore_crashes()
             self._stacks.close()
             self._stacks = None
+
+    def _ignore_crashes(self) -> None:
+        if self._tells_crashes:
+            faulthandler.disable()
+            self._tells_crashes = False
 
     # ---- identity of this worker
 

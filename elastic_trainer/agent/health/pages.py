@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.channel import Identity
 from elastic_trainer.ipc.folders import PrivateFolder
-from elastic_trainer.ipc.page import ORDER_SUFFIX, SAVE_SUFFIX, PageReader, Reading
+from elastic_trainer.ipc.page import ORDER_SUFFIX, SAVE_SUFFIX, PageReader, Reading, crash_of
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
 
@@ -187,7 +188,7 @@ class Pages:
     def _bury(self, reading: Reading, now: float) -> None:
         self.accounts.bury(reading, now)
         slot = reading.local_rank
-        self._ended[slot] = reading
+        self._ended[slot] = replace(reading, crash=crash_of(reading.path))
         self._nonfinite[slot] = self._nonfinite.get(slot, 0) + reading.pulse.nonfinite
         self.reached = max(self.reached, reading.pulse.step)
         reader = self._readers.pop(reading.path, None)

@@ -123,8 +123,8 @@ class Clues:
         for each in deaths:
             reading = readings.get(each.pid)
             notes = reading.notes if reading is not None else {}
-            fault = notes.get("fault") or {}
-            if fault and self._knows(each.rank, number):
+            fault = notes.get("fault") or _crashed(reading)
+            if notes.get("fault") and self._knows(each.rank, number):
                 continue
             self.add(
                 ClueKind.SIGNAL if each.code < 0 else ClueKind.EXIT,
@@ -192,6 +192,13 @@ def _with_details(text: str, fault: Mapping[str, Any]) -> str:
     return text[: max(_LONGEST // 3, _LONGEST - len(details))] + details
 
 
+def _crashed(reading: Reading | None) -> dict[str, Any]:
+    """Where a fatal signal ended a worker, as that would note it of an exception."""
+    files, at = stack_of(reading.crash) if reading is not None else ([], "")
+    place = place_of(files)
+    return {"at": at, **({"place": place} if place is not Place.SCRIPT else {})} if files else {}
+
+
 def _fault(fault: Mapping[str, Any], reading: Reading | None) -> dict[str, Any]:
     """What the worker has noted of its exception; without that the place by its phase."""
     return {
@@ -226,9 +233,11 @@ def stack_of(stacks: str) -> tuple[list[str], str]:
 
     ``stacks`` is what faulthandler or py-spy has written.
     """
-    _, _, rest = stacks.rpartition("Current thread ")
-    if not rest:
-        rest = next((part for part in stacks.split("Thread ") if "MainThread" in part), "")
+    _, current, rest = stacks.rpartition("Current thread ")
+    if not current:
+        threads = stacks.split("Thread ")[1:]
+        # Of a crash in a thread without Python: the main thread comes last.
+        rest = next((part for part in threads if "MainThread" in part), threads[-1] if threads else "")
     rest = re.split(r"\n\s*\nThread |\nThread ", rest)[0]
     frames = [(m[1] or m[5], m[2] or m[6], m[3] or m[4]) for m in _FRAME.finditer(rest)]
     mine = next(((file, line, name) for file, line, name in frames if is_script(file)), None)

@@ -40,6 +40,8 @@ class Labelled:
     """Whether the round ends by agreement."""
     options: str = ""
     flags: str = ""
+    says: str = ""
+    """What its sentence has to contain."""
     in_turn: bool = False
     """Whether its nodes join in turn, so that n1 does not have rank 0."""
 
@@ -214,7 +216,7 @@ FAULTS: Final = (
     Labelled("bus errors", "same node", Culprit.MACHINE, NATIVE.format(7), times=3, advice=LEAVE_OUT),
     # 19. native code, once
     Labelled("a crash", "crash", Culprit.SCRIPT, SEGV),
-    Labelled("an abort", "crash", Culprit.SCRIPT, NATIVE.format(6), on="n0", nodes=("n0",)),
+    Labelled("an abort", "crash", Culprit.SCRIPT, NATIVE.format(6), on="n0", nodes=("n0",), says="at fault-n0:3"),
     Labelled("a crash, all begin anew", "crash", Culprit.SCRIPT, SEGV, restart=True),
     # 20. killed from outside
     Labelled("a worker", "killed", Culprit.OUTSIDE, act="kill_worker"),

@@ -63,7 +63,8 @@ class Outcome:
         ]
         if fault.nodes is not None:
             found.append(("nodes", " ".join(verdict.nodes), " ".join(fault.nodes)))
-        return [f"{what} {said}, not {label}" for what, said, label in found if said != label]
+        wrong = [f"{what} {said}, not {label}" for what, said, label in found if said != label]
+        return wrong if fault.says in verdict.sentence else [*wrong, f"{fault.says} is not in: {verdict.sentence}"]
 
 
 class Struck(Job):

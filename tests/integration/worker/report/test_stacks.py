@@ -1,4 +1,4 @@
-"""The stacks of a worker that hangs, asked for by its agent."""
+"""The stacks of a worker that hangs, asked for by its agent, and of one that crashes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.ipc.page import stacks_of
-from tests.support.waiting import eventually
+from elastic_trainer.ipc.page import crash_of, stacks_of
+from tests.support.waiting import LIMIT_S, eventually
 
 WORKER = """
 import os, sys, time
@@ -23,6 +23,32 @@ def stuck_in_this_very_function():
     print("ready", flush=True)
     sys.stdin.read()
 stuck_in_this_very_function()
+"""
+
+
+CRASH = """
+import ctypes, faulthandler, os, sys
+from elastic_trainer.settings import worker_environment
+from elastic_trainer.worker.report import HeartbeatReporter
+way = sys.argv[2]
+if way == "own":
+    faulthandler.enable()
+elif way == "jvm":
+    libc, handler = ctypes.CDLL(None), ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: os._exit(3))
+    libc.signal(11, handler)
+tracker = HeartbeatReporter.open(worker_environment(dict(os.environ, ELASTIC_TRAINER_PAGES=sys.argv[1])))
+def crash_in_this_very_function():
+    if way == "child":
+        tracker.disown()
+    elif way == "closed":
+        tracker.close()
+    ctypes.string_at(0)
+if way == "child":
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        sys.exit()
+crash_in_this_very_function()
 """
 
 
@@ -74,3 +100,14 @@ def test_a_process_that_handles_no_such_signal_is_not_ended_by_being_asked(
         assert process.poll() is None
         process.kill()
     assert stacks_of(process.pid, tmp_path / "0-1.page").startswith("none")
+
+
+@pytest.mark.parametrize("way", ["plain", "own", "jvm", "child", "closed"])
+def test_a_crash_says_where_it_was_unless_the_script_has_taken_that_over(tmp_path: Path, way: str) -> None:
+    """A child's is not its parent's. Who handles such signals itself goes on to do so, such as a JVM in the process."""
+    command = [sys.executable, "-c", CRASH, str(tmp_path), way]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, timeout=LIMIT_S, check=False)
+    assert ended.returncode == {"child": 0, "jvm": 3}.get(way, -signal.SIGSEGV)
+    (page,) = tmp_path.glob("*.page")
+    assert ("in crash_in_this_very_function" in crash_of(page)) == (way == "plain")
+    assert (b"in crash_in_this_very_function" in ended.stderr) == (way == "own")

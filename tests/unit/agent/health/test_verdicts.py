@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_who_lost_its_peers_says_so() -> None:
     assert known.all()[0].kind is ClueKind.SIGNAL
 
 
+def test_a_crash_becomes_a_clue_with_the_line_of_the_script() -> None:
+    """The main thread's, if the one that crashed runs no Python: it is the last one."""
+    first, second = (part.partition("\n")[2] for part in STACKS.split("\n\n"))
+    for crash in (
+        STACKS,
+        f"Thread 0x1 (most recent call first):\n{first}\n\nThread 0x2 (most recent call first):\n{second}",
+    ):
+        known = clues()
+        last = replace(reading(), crash=f"Aborted\n\n{crash}")
+        known.died([Death(2, 0, 7, -6, False, "was killed by SIGABRT")], {7: last}, 4)
+        (found,) = known.all()
+        assert found.text == "rank 2 on a was killed by SIGABRT, at train.py:31 in batches"
+        assert (found.place, found.at) == (Place.DATA, "train.py:31 in batches")
+
+
 def test_only_the_newest_clues_are_kept_and_each_once() -> None:
     woken: list[int] = []
     known = clues(wake=lambda: woken.append(1))
@@ -118,7 +134,13 @@ def test_stacks_name_the_line_of_the_script_and_what_it_waits_for() -> None:
     files, at = stack_of(STACKS)
     assert at == "train.py:31 in batches"
     assert "dataloader" in files[0]
+    spied = 'Thread 8 (idle): "pin"\n    f (p.py:1)\nThread 7 (idle): "MainThread"\n    row (/home/u/train.py:9)\n'
+    assert stack_of(spied) == (["/home/u/train.py"], "train.py:9 in row")
     assert stack_of("none: the process is stopped") == ([], "")
+    generated = 'File "/tmp/torchinductor_root/ab/cabc.py", line 7 in call'
+    assert (
+        stack_of(f'Current thread 0x1:\n  {generated}\n  File "/home/u/train.py", line 3 in f')[1] == "train.py:3 in f"
+    )
 
 
 def test_a_hang_names_its_place() -> None:
