@@ -16,6 +16,7 @@ from typing import Any
 from elastic_trainer.local.etcd import EtcdServer
 from tests.bench.report import Report, at_least, at_most_time, emit, median, note, parse
 from tests.drills.verdicts.faults import FAULTS, Labelled
+from tests.drills.verdicts.fifth import FIFTH
 from tests.drills.verdicts.fourth import FOURTH
 from tests.drills.verdicts.other import OTHER
 from tests.drills.verdicts.striking import KERNEL, play
@@ -24,7 +25,7 @@ from tests.support.networks import AnySegment
 
 NEED_HOSTS = (*KERNEL, "part_newcomer", "part_for_a_while", "trace_worker")
 QUICK = ("a shape", "a bad row")
-SETS = {"first": FAULTS, "second": OTHER, "third": THIRD, "fourth": FOURTH}
+SETS = {"first": FAULTS, "second": OTHER, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
