@@ -41,6 +41,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -437,6 +438,7 @@ def run(command: PythonCommand, words: list[str], installed: str) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(sys.path.index(installed) if installed in sys.path else 0, first_entry(command))
     importlib.invalidate_caches()
+    own = os.getpid()
     try:
         if command.module:
             if not hasattr(sys.modules.get(command.target), "__path__"):
@@ -449,7 +451,9 @@ def run(command: PythonCommand, words: list[str], installed: str) -> None:
             with io.open_code(path) as file:
                 source = file.read()
             exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
-    except SystemExit:
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            _record(error, own)
         raise
     except KeyboardInterrupt as error:
         _report(error)
@@ -457,6 +461,7 @@ def run(command: PythonCommand, words: list[str], installed: str) -> None:
         raise KeyboardInterrupt from None  # so that the interpreter ends by SIGINT, as its caller expects
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a program
         _report(error)
+        _record(error, own)
         raise SystemExit(1) from None
 
 
@@ -468,6 +473,23 @@ def _report(error: BaseException) -> None:
     if sys.version_info >= (3, 12):
         sys.last_exc = error
     sys.excepthook(type(error), error, trace)
+
+
+def _record(error: BaseException, own: int) -> None:
+    """Leave it for torchrun and the agent in torchrun's error file, as torch's @record would (``ErrorHandler``).
+
+    Unless the script has left its own; ``own`` is the process id of the program, which a child of the script has not.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not file or os.path.exists(file) or os.getpid() != own:
+        return
+    words = str(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    more = {"timestamp": str(int(time.time()))}
+    ours = any(each.__module__ == "elastic_trainer.errors" for each in type(error).__mro__)
+    if not ours and not isinstance(error, SystemExit):  # whose words say all
+        more["py_callstack"] = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError), open(file, "w") as stream:
+        json.dump({"message": {"message": words, "extraInfo": more}}, stream)
 
 
 TITLE = "elastic-trainer: template of processes"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local import agents
@@ -110,6 +111,35 @@ def test_a_fork_ends_as_a_fresh_process_ends(tmp_path: Path, runner: Runner) -> 
         for name, text in ENDS.items():
             path = script(tmp_path, text, f"ends_with_{name}.py")
             assert runner.of(it, path) == runner.result(runner.cold(str(path))), name
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENDS["exception"], "ValueError: x"),
+        (ENDS["sentence"], "no luck"),
+        (ENDS["mistake"], "StorageError: full"),
+        (ENDS["code"], None),
+        ("import os\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('mine')\nraise ValueError('x')", "mine"),
+        ("import os\nif os.fork() == 0: raise ValueError('of a child')\nos.wait()", None),
+    ],
+)
+def test_a_fork_leaves_its_exception_to_torchrun(tmp_path: Path, runner: Runner, text: str, said: str | None) -> None:
+    """In the form of torch's @record, whose own is not overwritten; torch reads it."""
+    error = tmp_path / "error.json"
+    runner.more = {"TORCHELASTIC_ERROR_FILE": str(error)}
+    with starter(learn=False) as it:
+        code = runner.of(it, script(tmp_path, text))[0]
+    if said is None:
+        assert not error.exists()
+    elif said == "mine":
+        assert error.read_text() == "mine"
+    else:
+        message = ProcessFailure(0, 1, code, str(error)).error_file_data["message"]
+        trace = message["extraInfo"].get("py_callstack", "")
+        assert message["message"] == said
+        assert ("line 2, in f" in trace) == ("Traceback" in trace) == (text == ENDS["exception"])
+        assert "warm/template.py" not in trace
 
 
 def test_forks_draw_different_random_numbers_unless_they_seed(tmp_path: Path, runner: Runner) -> None:
