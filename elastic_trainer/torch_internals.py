@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -200,6 +200,18 @@ def _subprocess_handler() -> Any:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     return SubprocessHandler
+
+
+def error_outputs(agent: Any) -> dict[int, Path]:
+    """The files of its own that each worker of torchrun's ``agent`` has for error output, by local rank."""
+    files = getattr(getattr(agent, "_pcontext", None), "stderrs", None) or {}
+    return {rank: Path(file) for rank, file in files.items() if file}
+
+
+IN_GLOO: Final = re.compile(r"gloo/\S*\.(?:cc|h):\d+\]")
+"""gloo's errors are plain RuntimeErrors: they name a line of its source."""
+OWN_DEVICE: Final = re.compile(r"out of memory|\bECC error|GPU is lost|fallen off the bus")
+"""What NCCL's errors say of the device that raises them."""
 
 
 # ---- models

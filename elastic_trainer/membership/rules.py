@@ -10,8 +10,9 @@ reach each other, and how a round document is built.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -176,10 +177,21 @@ def _false_start(records: list[NodeRecord], least: int) -> tuple[str, int]:
     """The startup failure that all nodes (at ``least`` that many) report alike, and how often in a row; 0 if they do
     not agree."""
     found = {record.false_start for record in records}
-    if len(records) < least or len(found) != 1 or not all(found):
+    if len(records) < least or not found or not all(found) or not alike(found):
         return "", 0
-    what = f"the script fails at startup in the same way on all nodes ({found.pop()})"
+    what = (
+        f"the script fails at startup in the same way on all nodes ({max(found, key=lambda each: (len(each), each))})"
+    )
     return what, min(record.false_starts for record in records)
+
+
+def alike(starts: Collection[str]) -> bool:
+    """Whether lives failed at startup in the same way: ``exit code 1``, or with the words of an exception behind it.
+
+    Numbers, addresses and paths with digits may differ, and a worker that left no words may have had the same.
+    """
+    codes, words = zip(*((code, said) for code, _, said in (each.partition(": ") for each in starts)), strict=True)
+    return len(set(codes)) == 1 and len({re.sub(r"\S*\d\S*", "#", each) for each in words if each}) <= 1
 
 
 def _failed(current: RoundDocument, reason: str) -> Decision:

@@ -390,6 +390,11 @@ def _of_hang(found: _Finding, clue: Clue) -> _Finding:
     return replace(found, culprit=by_place[clue.place], certainty=certainty, signature=signature)
 
 
+def is_mismatch(text: str) -> bool:
+    """Whether an error of a collective says that ranks do different things."""
+    return _MISMATCH.search(text) is not None
+
+
 def _of_signal(found: _Finding, clue: Clue) -> _Finding:
     name = signal_name(-clue.code)
     found = replace(found, signature=name)
@@ -397,7 +402,7 @@ def _of_signal(found: _Finding, clue: Clue) -> _Finding:
         return replace(found, culprit=Culprit.MEMORY, certainty=Certainty.CERTAIN, signature="out of memory")
     if "SIGABRT: uncaught " in clue.text:
         by_words = _of_exit(found, clue.model_copy(update={"place": Place.SCRIPT}))
-        if by_words.culprit in _BY_WORDS or _MISMATCH.search(clue.text):
+        if by_words.culprit in _BY_WORDS or is_mismatch(clue.text):
             return by_words
     if name in _NATIVE:
         by_place = {Place.DATA: Culprit.DATA, Place.COMPILER: Culprit.COMPILER}
@@ -417,7 +422,7 @@ def _of_exit(found: _Finding, clue: Clue) -> _Finding:
     said = " ".join((*clue.types, clue.text))
     found = replace(found, signature=_signature(clue))
     likely, certain = Certainty.LIKELY, Certainty.CERTAIN
-    if _MISMATCH.search(said):
+    if is_mismatch(said):
         return replace(found, culprit=Culprit.SCRIPT, certainty=likely, alike=False)
     if _HARDWARE.search(said):
         return replace(found, culprit=Culprit.MACHINE, certainty=certain, signature="hardware")

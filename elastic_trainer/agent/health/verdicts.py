@@ -44,7 +44,16 @@ from elastic_trainer.membership.documents import (
     Verdict,
 )
 from elastic_trainer.membership.forgetting import faults_of
-from elastic_trainer.membership.verdict import Case, awaits, can_spare, clues_of, judge, kernel_culprit, sick
+from elastic_trainer.membership.verdict import (
+    Case,
+    awaits,
+    can_spare,
+    clues_of,
+    is_mismatch,
+    judge,
+    kernel_culprit,
+    sick,
+)
 from elastic_trainer.model import Advice, Culprit, Phase, Place, PreflightMode, is_script, place_of
 from elastic_trainer.store.api import Put, Read, RunKeys, Store, machine_faults
 from elastic_trainer.store.untrusted import plain
@@ -123,7 +132,9 @@ class Clues:
         for each in deaths:
             reading = readings.get(each.pid)
             notes = reading.notes if reading is not None else {}
-            fault = notes.get("fault") or _crashed(reading)
+            fault = notes.get("fault") or each.fault or _crashed(reading)
+            # A script without a Session cannot say whether it has lost a peer.
+            lost = "fault" not in notes and each.fault.get("lost_peer", False) and not is_mismatch(each.how)
             if notes.get("fault") and self._knows(each.rank, number):
                 continue
             self.add(
@@ -132,7 +143,7 @@ class Clues:
                 rank=each.rank,
                 code=each.code,
                 memory=each.memory,
-                victim=bool(notes.get("lost_peer")),
+                victim=bool(notes.get("lost_peer")) or lost,
                 round=number,
                 **_fault(fault, reading),
                 **(_position(reading) if reading is not None else {}),

@@ -42,6 +42,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from subprocess import Popen
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -162,6 +163,15 @@ def failures() -> dict[int, ProcessFailure]:
     for names in _callers():
         if isinstance(result := names.get("run_result"), RunResult):
             return dict(result.failures)
+    return {}
+
+
+def error_outputs() -> dict[int, Path]:
+    """The files of their own that this node's workers have for error output, by local rank."""
+    for names in _callers():
+        for each in (names.get("self"), names.get("agent")):
+            if isinstance(each, ElasticAgent):
+                return torch_internals.error_outputs(each)
     return {}
 
 

@@ -32,6 +32,7 @@ from elastic_trainer.agent.rendezvous.launcher import (
     Await,
     RoundStore,
     at_once,
+    error_outputs,
     exit_code_after,
     exit_reason_of,
     failures,
@@ -479,9 +480,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def _deaths_of(self, found: Mapping[int, ProcessFailure], node: ArrivedNode | None) -> list[Death]:
         if node is None:
-            return self._deaths.look(found, {})
+            return self._deaths.look(found, {}, error_outputs())
         pages = node.health.pages
-        return self._deaths.look(by_rank(found, pages.ranks()), pages.said())
+        return self._deaths.look(by_rank(found, pages.ranks()), pages.said(), error_outputs())
 
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
         """Announce that this node left its round, if that was still in effect; whether by agreement, and why."""

@@ -1,10 +1,10 @@
 """Why workers died, and which of their lives failed at startup: before they could have met those of other nodes.
 
-Of a death: exit code or signal, last line of the exception (of C++ too, where error output goes to a file), and whether
-the kernel killed for memory. A script that cannot start (a failing import, a wrong argument) fails in the same way on
-every node, every time. A failure of one node alone is something else, so all members of the round have to report the
-same failure twice (see ``membership.rules``); and once the ranks have met, any of them may have caused the failure of
-another.
+Of a death: exit code or signal, the exception (its last line, types and place; of C++ the words alone, where error
+output goes to a file), and whether the kernel killed for memory. A script that cannot start (a failing import, a wrong
+argument) fails in the same way on every node, every time. A failure of one node alone is something else, so all members
+of the round have to report the same failure twice (see ``membership.rules``); and once the ranks have met, any of them
+may have caused the failure of another.
 
 *Runs in* torchrun's main thread, and for a minute of each life in a thread named ``startup``. *Owns* that thread, the
 last count of OOM kills in this cgroup, and how far torchrun's own output was read.
@@ -20,22 +20,26 @@ import signal
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from elastic_trainer import torch_internals
 from elastic_trainer.agent.workers.conductor import FalseStart
 from elastic_trainer.agent.workers.machine import end_of, last_lines, size_of, written_by
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import LONGEST_LINE
-from elastic_trainer.model import signal_name
+from elastic_trainer.membership.rules import alike
+from elastic_trainer.model import is_script, place_of, signal_name
 
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 """The file from which Kubernetes reads a container's termination message."""
+_NO_FILES: Final[Mapping[int, Path]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class Death:
     memory: bool
     how: str
     """``ended with exit code 1: ValueError: ...``."""
+    fault: Mapping[str, Any] = field(default_factory=dict)
+    """What the traceback in torchrun's error file says, as a Session notes it of an exception."""
 
     @property
     def text(self) -> str:
@@ -63,9 +69,14 @@ class Deaths:
         self._killed, self._own = self._kills(), proc / "self"
         self._read_to = self._ends()
 
-    def look(self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str]) -> list[Death]:
-        """How the failed workers died, the first one first. ``said``: the last line of each exception, by process
-        id."""
+    def look(
+        self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str], errors: Mapping[int, Path] = _NO_FILES
+    ) -> list[Death]:
+        """How the failed workers died, the first one first.
+
+        ``said``: the last line of each exception, by process id. ``errors``: the files that they have for error output,
+        by local rank (torchrun's ``--redirects``, ``--tee``).
+        """
         before, self._killed = self._killed, self._kills()
         found = []
         aborted = sum(each.exitcode == -signal.SIGABRT for each in failures.values())
@@ -76,10 +87,12 @@ class Deaths:
                 how += ", because its cgroup was out of memory" if memory else ""
             else:
                 how = f"ended with exit code {each.exitcode}"
-            why = said.get(each.pid, "") or self._aborted(each, alone=aborted == 1)
-            why = why or " ".join((_recorded(each) or _written(each)).split())[:LONGEST_LINE]
+            own = errors.get(each.local_rank)
+            why = said.get(each.pid, "") or self._aborted(each, own, alone=aborted == 1)
+            why = why or " ".join((_recorded(each) or _written(own)).split())[:LONGEST_LINE]
             how += f": {why}" if why else ""
-            found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how))
+            fault = traceback_fault(_traceback(each))
+            found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how, fault))
         self._read_to = self._ends()
         return found
 
@@ -87,16 +100,15 @@ class Deaths:
         """The files that torchrun writes to, and their present sizes."""
         return {path: size_of(path) for path in written_by(self._own)}
 
-    def _aborted(self, failure: ProcessFailure, *, alone: bool) -> str:
+    def _aborted(self, failure: ProcessFailure, own: Path | None, *, alone: bool) -> str:
         """What ``std::terminate`` or the allocator of glibc wrote before it aborted the process.
 
         In a file that workers share only where it is clear whose words these are: one was aborted, and it says so once.
         """
         if failure.exitcode != -signal.SIGABRT:
             return ""
-        own = _own_errors(failure)
-        shared = not own.exists()
-        read_to = self._read_to if shared else {own: 0}
+        shared = own is None
+        read_to = self._read_to if own is None else {own: 0}
         found = [match for path, begin in read_to.items() for match in _ABORTED.finditer(end_of(path, begin))]
         if not found or (shared and (len(found) > 1 or not alone)):
             return ""
@@ -151,14 +163,48 @@ def _recorded(failure: ProcessFailure) -> str:
     return said if isinstance(said, str) else ""
 
 
-def _own_errors(failure: ProcessFailure) -> Path:
-    """Where its error output is, if that went to a file of its own (torchrun's ``--redirects``, ``--tee``)."""
-    return Path(failure.error_file).with_name("stderr.log")
+def _traceback(failure: ProcessFailure) -> str:
+    """And its traceback."""
+    said: Any = failure.error_file_data.get("message")
+    more = said.get("extraInfo") if isinstance(said, dict) else None
+    trace = more.get("py_callstack") if isinstance(more, dict) else None
+    return trace if isinstance(trace, str) else ""
 
 
-def _written(failure: ProcessFailure) -> str:
-    """The last line of that."""
-    return next(iter(last_lines(_own_errors(failure), 1)), "")
+def _written(own: Path | None) -> str:
+    """The last line of a worker's own error output."""
+    return next(iter(last_lines(own, 1)), "") if own is not None else ""
+
+
+_CAUSE: Final = "The above exception was the direct cause of the following exception:"
+_CONTEXT: Final = "During handling of the above exception, another exception occurred:"
+_FRAME: Final = re.compile(r'^  File "([^"\n]+)", line (\d+)(?:, in (.+))?$', re.MULTILINE)
+_RAISED: Final = re.compile(r"^([\w.]+)(?:: (.*))?$", re.MULTILINE)
+
+
+def traceback_fault(text: str) -> dict[str, Any]:
+    """What a Session would note of the exception with this traceback (``worker.comm.control.origin``).
+
+    ``lost_peer``: it comes from a collective, which another rank has most likely ended. Empty if there is no traceback.
+    """
+    types, files, at, because, lost = list[str](), list[str](), "", "", False
+    for part in reversed(text.rpartition(_CONTEXT)[2].split(_CAUSE)):
+        frames = [(match[1], match[2], match[3]) for match in _FRAME.finditer(part)][::-1]
+        # The words come behind the last frame, whose line of code and marks are indented.
+        raised = _RAISED.search(part, max((match.end() for match in _FRAME.finditer(part)), default=len(part)))
+        if raised is None:
+            break
+        kind, words = raised[1], raised[2] or ""
+        because = f"{kind.rpartition('.')[2]}: {words}"[:160] if types and words else because
+        types.append(kind)
+        files = [file for file, _, _ in frames] + files
+        mine = next(((file, line, name) for file, line, name in frames if is_script(file)), None)
+        at = f"{Path(mine[0]).name}:{mine[1]}" + (f" in {mine[2]}" if mine[2] else "") if mine is not None else at
+        of_torch = kind.startswith("torch.distributed.") and not torch_internals.OWN_DEVICE.search(words)
+        lost |= of_torch or (kind == "RuntimeError" and torch_internals.IN_GLOO.search(words) is not None)
+    if not types:
+        return {}
+    return {"types": types, "place": place_of(files), "at": at, "because": because, "lost_peer": lost}
 
 
 def write_termination_message(reason: str, file: Path = TERMINATION_LOG) -> None:
@@ -238,7 +284,7 @@ class StartupWatch:
         what = described(failures)
         if self._got_past or not what:
             return None
-        before = self._last.count if self._last is not None and self._last.what == what else 0
+        before = self._last.count if self._last is not None and alike({self._last.what, what}) else 0
         self._last = FalseStart(what, before + 1)
         return self._last
 
@@ -263,7 +309,7 @@ class StartupWatch:
 
 
 def described(failures: Mapping[int, ProcessFailure]) -> str:
-    """How the workers failed, in words that are equal for equal failures; "" if they did not fail by themselves."""
+    """How the workers failed (``membership.rules.alike`` compares it); "" if they did not fail by themselves."""
     if not failures or any(each.exitcode <= 0 for each in failures.values()):
         return ""
     first = failures[min(failures)]

@@ -60,9 +60,6 @@ from elastic_trainer.worker.report import HeartbeatReporter
 
 _REMOTE = re.compile(r"remote=\[([^\]\s]+)\]")
 _PORT = re.compile(r"(remote=\[[^\]\s]+\]):\d+(?:\$\d+)?")
-_IN_GLOO = re.compile(r"gloo/\S*\.(?:cc|h):\d+\]")
-_OWN_DEVICE = re.compile(r"out of memory|\bECC error|GPU is lost|fallen off the bus")
-"""What NCCL's errors say of the device that raises them."""
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
@@ -142,8 +139,8 @@ def is_collective_failure(error: BaseException) -> bool:
     """Whether ``error`` or one of its causes is a collective that lost a peer."""
     return any(
         isinstance(each, (RejoinError, TransientError))
-        or (isinstance(each, dist.DistError) and not _OWN_DEVICE.search(str(each)))
-        or (isinstance(each, RuntimeError) and _IN_GLOO.search(str(each)) is not None)
+        or (isinstance(each, dist.DistError) and not torch_internals.OWN_DEVICE.search(str(each)))
+        or (isinstance(each, RuntimeError) and torch_internals.IN_GLOO.search(str(each)) is not None)
         for each in chain(error)
     )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 from datetime import timedelta
+from pathlib import Path
 from subprocess import Popen
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,6 +26,7 @@ from elastic_trainer.agent.rendezvous import launcher
 from elastic_trainer.agent.rendezvous.launcher import (
     ExitReason,
     RoundStore,
+    error_outputs,
     exit_code_after,
     exit_reason_of,
     job_of,
@@ -113,14 +115,19 @@ class Launcher(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec, DefaultLogsSpecs())
 
-    def called(self) -> WorkerSpec:
-        return local_workers()
+    def called(self) -> tuple[WorkerSpec, dict[int, Path]]:
+        return local_workers(), error_outputs()
 
 
 def test_the_launcher_is_found_up_the_stack() -> None:
     nobody: Any = None
     spec = WorkerSpec(role="trainer", local_world_size=4, rdzv_handler=nobody, entrypoint="none", max_restarts=7)
-    assert Launcher(spec).called() is spec
+    launcher = Launcher(spec)
+    assert launcher.called() == (spec, {})
+    redirected: Any = SimpleNamespace(stderrs={0: "", 1: "/tmp/1/stderr.log"})  # as of torchrun's --redirects
+    launcher._pcontext = redirected
+    assert launcher.called()[1] == {1: Path("/tmp/1/stderr.log")}
+    assert error_outputs() == {}
     with pytest.raises(ConfigError, match="start the job with torchrun"):
         local_workers()
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import errno
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.workers.deaths import Deaths, by_rank, own_events, write_termination_message
+from elastic_trainer.agent.workers.deaths import (
+    Deaths,
+    by_rank,
+    own_events,
+    traceback_fault,
+    write_termination_message,
+)
 from elastic_trainer.errors import last_line
+from elastic_trainer.model import Place
 
 
-def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1, error_file: str = "/nowhere") -> Any:
-    return SimpleNamespace(
-        exitcode=exitcode,
-        pid=pid,
-        local_rank=1,
-        timestamp=at,
-        error_file=error_file,
-        error_file_data={"message": message},
-    )
+def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1) -> Any:
+    return SimpleNamespace(exitcode=exitcode, pid=pid, local_rank=1, timestamp=at, error_file_data={"message": message})
 
 
 @pytest.mark.parametrize(
@@ -44,14 +45,12 @@ def test_a_death_has_its_cause(failures: Any, said: dict[int, str], told: str, t
 def test_a_worker_with_a_log_of_its_own_has_said_why(tmp_path: Path) -> None:
     """Its last line, where it has no better words."""
     (tmp_path / "stderr.log").write_text("warming up\n\x1b[31mscript.py: error: no such option: --lr2\x1b[0m\n\n")
-    found = {0: failure(2, error_file=str(tmp_path / "error.json"))}
+    found, errors = {0: failure(2)}, {1: tmp_path / "stderr.log"}
     subject = Deaths(tmp_path / "memory.events")
-    assert subject.look(found, {})[0].text == (
+    assert subject.look(found, {}, errors)[0].text == (
         "worker 1 (rank 0) ended with exit code 2: script.py: error: no such option: --lr2"
     )
-    assert (
-        subject.look(found, {7: "ValueError: x"})[0].text == "worker 1 (rank 0) ended with exit code 2: ValueError: x"
-    )
+    assert subject.look(found, {7: "ValueError: x"}, errors)[0].text.endswith("exit code 2: ValueError: x")
 
 
 @pytest.mark.parametrize(
@@ -76,17 +75,61 @@ def test_an_abort_has_the_words_of_its_exception(tmp_path: Path, wrote: str, tol
     log.write_text("terminate called after throwing an instance of 'Earlier'\n  what():  of a run before\n")
     (files / "2").symlink_to(log)
     deaths = Deaths(tmp_path / "memory.events", tmp_path)
-    aborted = {0: failure(-6, error_file=str(tmp_path / "error.json"))}
+    aborted, errors = {0: failure(-6)}, {} if shared else {1: tmp_path / "stderr.log"}
     with (log if shared else tmp_path / "stderr.log").open("a") as file:
         file.write(wrote)
-    (found,) = deaths.look(aborted, {})
+    (found,) = deaths.look(aborted, {}, errors)
     assert found.text.endswith(told)
     if shared:
         assert deaths.look(aborted, {})[0].text.endswith("SIGABRT")
         with log.open("a") as file:
             file.write(wrote)
-        both = deaths.look({**aborted, 1: failure(-6, error_file=str(tmp_path / "error.json"))}, {})
+        both = deaths.look({**aborted, 1: failure(-6)}, {})
         assert [each.text.endswith("SIGABRT") for each in both] == [True, True], "nobody knows whose words they are"
+
+
+TRIED = "try: {}['lr']\nexcept KeyError"
+DIST = "import torch.distributed as d\nraise d.DistBackendError"
+
+
+def raised(text: str) -> str:
+    """The traceback of what ``text`` raises, a script in a directory of its own."""
+    try:
+        exec(compile(text, "/home/u/train.py", "exec"), {})
+    except Exception:  # noqa: BLE001
+        return traceback.format_exc()
+    raise AssertionError(f"nothing was raised by {text!r}")
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "because", "lost"),
+    [
+        ("raise ValueError('bad')", ["ValueError"], "", False),
+        ("raise ValueError", ["ValueError"], "", False),
+        (f"{TRIED} as e: raise ValueError('x\\ny') from e", ["ValueError", "KeyError"], "KeyError: 'lr'", False),
+        (f"{TRIED}: raise ValueError('bad')", ["ValueError"], "", False),
+        ("import torch\nraise torch.OutOfMemoryError('CUDA out of memory')", ["torch.OutOfMemoryError"], "", False),
+        (f"{DIST}('NCCL: x')", ["torch.distributed.DistBackendError"], "", True),
+        (f"{DIST}('uncorrectable ECC error')", ["torch.distributed.DistBackendError"], "", False),
+        ("raise RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:535] closed')", ["RuntimeError"], "", True),
+        ("raise RuntimeError('closed')", ["RuntimeError"], "", False),
+    ],
+)
+def test_a_traceback_says_what_a_session_would(text: str, types: list[str], because: str, lost: bool) -> None:
+    found = traceback_fault(raised(text))
+    assert (found["types"], found["because"], found["lost_peer"]) == (types, because, lost)
+    assert found["place"] is Place.SCRIPT
+    assert found["at"] == f"train.py:{1 if because else len(text.splitlines())} in <module>"
+
+
+def test_a_traceback_tells_data_from_script_and_may_be_none() -> None:
+    """By the files of the cause; of a syntax error by what Python shows of it."""
+    loads = "from torch.utils.data import DataLoader\nclass Rows(list):\n  def __getitem__(self, index): {}['label']\n"
+    found = traceback_fault(raised(f"{loads}next(iter(DataLoader(Rows([1]))))"))
+    assert (found["place"], found["at"]) == (Place.DATA, "train.py:3 in __getitem__")
+    wrong = '  File "/home/u/train.py", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n'
+    assert traceback_fault(wrong)["at"] == "train.py:3"
+    assert traceback_fault("") == traceback_fault("no luck") == {}
 
 
 def test_ranks_are_those_of_the_round() -> None:

@@ -31,6 +31,19 @@ def test_lives_that_end_alike_at_their_start_are_counted() -> None:
     assert outcomes == [FalseStart("exit code 1", 1), None, FalseStart("exit code 1", 2), FalseStart("exit code 2", 1)]
 
 
+def test_lives_that_fail_alike_may_differ_in_numbers_and_paths(tmp_path: Path) -> None:
+    """And a worker whose words nobody kept may have failed like the others."""
+    starts, counts = StartupWatch(ManualClock(), lambda port: False), []
+    for number, said in enumerate(("KeyError: 'run-1'", "KeyError: 'run-2'", "", "KeyError: 'lr'", "OSError: no")):
+        path = tmp_path / f"{number}.json"
+        if said:
+            path.write_text(json.dumps({"message": {"message": said, "extraInfo": {"timestamp": "1"}}}))
+        starts.begin(None)
+        found = starts.end({0: ProcessFailure(0, 1, 1, str(path))}, stepped=False)
+        counts.append(found.count if found is not None else 0)
+    assert counts == [1, 2, 3, 4, 1]
+
+
 def nobody_knows(port: int) -> bool:
     raise OSError("this kernel does not say who listens")
 
