@@ -291,6 +291,8 @@ _MEMORY = re.compile(
     r"can't allocate memory|ENOMEM|STATUS_ALLOC_FAILED|shared memory\(shm\)|"
     r"unable to (?:write|mmap|resize)\b.*</torch_"
 )
+_TOO_LARGE = re.compile(r"[Oo]ut of resource|No valid triton configs")
+"""A kernel asks for more than a processor of the GPU has: the compiler's, not the job's memory."""
 _STORAGE = re.compile(
     r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota|Remote I/O error|"
     r"\[E(?:NOSPC|IO|ROFS|STALE|DQUOT|REMOTEIO|NODEV|NXIO|UCLEAN|SHUTDOWN)\]|StorageError|"
@@ -428,6 +430,8 @@ def _of_exit(found: _Finding, clue: Clue) -> _Finding:
         return replace(found, culprit=Culprit.MACHINE, certainty=certain, signature="hardware")
     if _BROKEN.search(said):
         return replace(found, culprit=Culprit.MACHINE, certainty=likely, signature="device", alike=True)
+    if _TOO_LARGE.search(said):
+        return replace(found, culprit=Culprit.COMPILER, certainty=likely)
     if _MEMORY.search(said):
         return replace(found, culprit=Culprit.MEMORY, certainty=certain, signature="out of memory", alike=False)
     if clue.place is Place.COMPILER or _COMPILER.search(said):
@@ -539,7 +543,7 @@ def _node_lost(case: Case) -> _Finding:
     if any(part >= FULL for _, part in full):
         what = f"{incident.reason}: {told[0]}"
         return replace(found, culprit=Culprit.MEMORY, what=what, certainty=Certainty.LIKELY, evidence=told)
-    silent = "did not answer" in incident.reason or "answered nothing" in incident.reason
+    silent = re.search("did not answer|does not answer|answered nothing", incident.reason)
     culprit = Culprit.MACHINE if silent else Culprit.OUTSIDE
     if len(names) > 1 and len(names) == len(case.nodes):
         culprit = Culprit.SCHEDULER  # whatever they share: a rack's power, a job that was cancelled

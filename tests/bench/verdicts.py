@@ -23,7 +23,7 @@ from tests.drills.verdicts.striking import KERNEL, play
 from tests.drills.verdicts.third import THIRD
 from tests.support.networks import AnySegment
 
-NEED_HOSTS = (*KERNEL, "part_newcomer", "part_for_a_while", "trace_worker")
+NEED_HOSTS = (*KERNEL, "part_newcomer", "part_for_a_while", "power_off", "trace_worker")
 QUICK = ("a shape", "a bad row")
 SETS = {"first": FAULTS, "second": OTHER, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH}
 

@@ -181,6 +181,9 @@ class Incidents:
         ended = current.ended
         agreed_at = current.agreed_at if following is not None else now
         cause, nodes, ranks = _changed(ended, following)
+        reason = (following.reason if following is not None else "") or ended.reason
+        if cause is Cause.NODE_LOST and any(ended.accuses(node) for node in nodes):
+            reason = f"{reason}: {ended.reason}"  # how it was found: it is silent, or its agent is dead
         before_s = detect_s = 0.0  # without a step before the round was formed, and from then on until it ended
         if current.formed_at is not None:
             since = current.formed_at if current.stepped_at is None else current.stepped_at
@@ -192,7 +195,7 @@ class Incidents:
             cause=cause,
             round=ended.number,
             next_round=following.number if following is not None else None,
-            reason=(following.reason if following is not None else "") or ended.reason,
+            reason=reason,
             nodes=nodes,
             ranks=ranks,
             world_before=ended.world_size,

@@ -89,7 +89,11 @@ class Deaths:
                 how = f"ended with exit code {each.exitcode}"
             own = errors.get(each.local_rank)
             why = said.get(each.pid, "") or self._aborted(each, own, alone=aborted == 1)
-            why = why or " ".join((_recorded(each) or _written(own)).split())[:LONGEST_LINE]
+            # Its last line says why it ended, but not why somebody ended it.
+            why = (
+                why
+                or " ".join((_recorded(each) or _written(own if each.exitcode > 0 else None)).split())[:LONGEST_LINE]
+            )
             how += f": {why}" if why else ""
             fault = traceback_fault(_traceback(each))
             found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how, fault))

@@ -249,7 +249,7 @@ FIFTH: Final[tuple[Labelled, ...]] = (
     ),
     Labelled("a GPU off the bus", "gpu", Culprit.MACHINE, act="xid", advice=LEAVE_OUT),
     Labelled("a broken DIMM", "host", Culprit.MACHINE, act="dimm", advice=LEAVE_OUT, restart=True),
-    Labelled("a node vanishes", "host", Culprit.MACHINE, act="kill_node"),
+    Labelled("a node vanishes", "host", Culprit.MACHINE, act="power_off"),
     # memory
     Labelled("a GPU is full in a step", "memory of a GPU", Culprit.MEMORY, f"# step\n{LARGE_STEP}", on="n0", nodes=N0),
     Labelled(

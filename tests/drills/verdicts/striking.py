@@ -196,6 +196,14 @@ def _freeze(job: Struck) -> None:
     worker.send_signal(signal.SIGSTOP)
 
 
+def _power_off(job: Struck) -> None:
+    """Nothing is heard of n1 any more: no connection of its is closed."""
+    if job.segment is None:
+        pytest.skip("needs hosts of their own")
+    job.segment.cut("n1")
+    job.node("n1").kill()
+
+
 def _part(job: Struck) -> None:
     segment = job.segment
     if segment is None:
@@ -265,6 +273,7 @@ ACTS: Mapping[str, Callable[[Struck], object]] = {
     ),
     "kill_worker": _kill,
     "kill_node": lambda job: job.node("n1").kill(),
+    "power_off": _power_off,
     "freeze_worker": _freeze,
     "terminate_node": lambda job: job.node("n1").terminate(),
     "join": lambda job: job.add(),

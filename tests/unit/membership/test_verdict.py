@@ -83,6 +83,11 @@ def judged(*clues: Clue, **more: object) -> Verdict:
         ({"types": ("torch.OutOfMemoryError", "RuntimeError")}, Culprit.MEMORY),
         ({"types": ("torch._dynamo.exc.BackendCompilerFailed",)}, Culprit.COMPILER),
         (
+            {"types": ("InductorError",), "text": "rank 1: OutOfMemoryError: out of resource: triton_mm"},
+            Culprit.COMPILER,
+        ),
+        ({"types": ("InductorError",), "text": "rank 1: OutOfMemoryError: CUDA out of memory"}, Culprit.MEMORY),
+        (
             {"types": ("torch.AcceleratorError",), "text": "rank 1: CUDA error: uncorrectable ECC error"},
             Culprit.MACHINE,
         ),

@@ -51,6 +51,7 @@ def test_a_worker_with_a_log_of_its_own_has_said_why(tmp_path: Path) -> None:
         "worker 1 (rank 0) ended with exit code 2: script.py: error: no such option: --lr2"
     )
     assert subject.look(found, {7: "ValueError: x"}, errors)[0].text.endswith("exit code 2: ValueError: x")
+    assert subject.look({0: failure(-9)}, {}, errors)[0].text.endswith("was killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
