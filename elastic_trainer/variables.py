@@ -155,7 +155,7 @@ MEANINGS: Final = {
     "TORCHELASTIC_RESTART_COUNT": ("torchrun", "how often this node's workers were started again"),
     "TORCHELASTIC_ERROR_FILE": (
         "torchrun",
-        "where a worker leaves the sentence of its error for torchrun's report; in its directory the workers of a "
+        "where a worker leaves its error for torchrun's report; in its directory the workers of a "
         "node see which mistakes were printed already",
     ),
     ENV_NODE: ("the node agent", "this node's name"),
