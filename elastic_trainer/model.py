@@ -195,7 +195,7 @@ def place_of(files: Iterable[str]) -> Place:
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _NOT_OF_SCRIPTS = re.compile(
-    r"/lib/python|site-packages|<frozen|<string>|"
+    r"/lib(?:64)?/python|site-packages|<frozen|<string>|"
     r"/torchinductor_|/elastic_trainer-\d+/compiled/"  # what Inductor generates
 )
 

@@ -46,7 +46,7 @@ from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.ipc.address import LOOPBACK, listen, refusal_proves
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import Ghost, RoundDocument, join_address
+from elastic_trainer.membership.documents import ACCEPTS, Ghost, RoundDocument, join_address
 from elastic_trainer.settings import as_json
 from elastic_trainer.telemetry.logs import logger
 
@@ -264,6 +264,7 @@ class Peers:
         at = {name: join_address(str(address[0]), int(address[1])) for name, (_, address) in self._around.items()}
         reasons = {
             name: f"node {name} does not answer its peer {self._node} at {at[name]} ({silent_s:.2f} s)"
+            + (f", {ACCEPTS}" if self._asker.accepts(name) else "")
             for name, silent_s in open_.items()
         }
         silent = [name for name, silent_s in open_.items() if silent_s > self._limit_s(name, now)]
@@ -456,6 +457,8 @@ class _Open:
     refused: int
     """The immediate error of the connection attempt; 0 if there was none."""
     said: bytes = b""
+    accepted: bool = False
+    """Whether the connection is established: a kernel does that for a frozen process too."""
 
 
 class Asker:
@@ -471,6 +474,10 @@ class Asker:
     def open(self) -> dict[str, float]:
         """Since when each node's answer is pending."""
         return {name: each.sent_at for name, each in self._open.items()}
+
+    def accepts(self, node: str) -> bool:
+        """Whether at least the machine of ``node``, whose answer is pending, has accepted the connection."""
+        return node in self._open and self._open[node].accepted
 
     def ask(self, node: str, address: Address) -> None:
         """Ask the agent of ``node``, unless a question to it is pending."""
@@ -513,6 +520,7 @@ class Asker:
         if code:
             self._selector.unregister(each.connection)  # for example no route: that counts as silence
             return self._heard(each, dead=True) if code == errno.ECONNREFUSED else None
+        each.accepted = True
         try:
             each.connection.send(self._question)
         except OSError:

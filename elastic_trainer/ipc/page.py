@@ -291,6 +291,7 @@ ANSWER_S: Final = 0.5
 _QUIET_S: Final = 0.03
 _SPY_S: Final = 3.0
 _MOST: Final = 16_000
+_MOST_OF_CRASH: Final = 256_000
 
 
 def stacks_of(pid: int, page: Path) -> str:
@@ -323,10 +324,10 @@ def _requested(pid: int, file: Path) -> str:
 def crash_of(page: Path) -> str:
     """The stacks that a fatal signal had the worker of this page write; empty if it did not end by one."""
     try:
-        written = page.with_suffix(".stacks").read_bytes()[-_MOST:].decode(errors="replace")
+        _, fatal, written = page.with_suffix(".stacks").read_bytes().rpartition(b"Fatal Python error: ")
     except OSError:
         return ""
-    return written.rpartition("Fatal Python error: ")[2] if "Fatal Python error: " in written else ""
+    return written[:_MOST_OF_CRASH].decode(errors="replace") if fatal else ""
 
 
 def signal_state(pid: int) -> tuple[set[int], bool]:

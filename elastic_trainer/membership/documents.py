@@ -247,6 +247,10 @@ class RoundMember(NamedTuple):
         return Incarnation(self.create_revision, self.life)
 
 
+ACCEPTS: Final = "though its machine accepts connections"
+"""Of a node that does not answer: its processes are stopped, its machine lives."""
+
+
 class Ghost(BaseModel):
     """The version of a node's key with which the node was excluded or suspected: it is ignored until it writes its key.
 

@@ -179,19 +179,18 @@ def _false_start(records: list[NodeRecord], least: int) -> tuple[str, int]:
     found = {record.false_start for record in records}
     if len(records) < least or not found or not all(found) or not alike(found):
         return "", 0
-    what = (
-        f"the script fails at startup in the same way on all nodes ({max(found, key=lambda each: (len(each), each))})"
-    )
+    said = min(found, key=lambda each: (": " in each, each))  # what all have said
+    what = f"the script fails at startup in the same way on all nodes ({said})"
     return what, min(record.false_starts for record in records)
 
 
 def alike(starts: Collection[str]) -> bool:
     """Whether lives failed at startup in the same way: ``exit code 1``, or with the words of an exception behind it.
 
-    Numbers, addresses and paths with digits may differ, and a worker that left no words may have had the same.
+    Their numbers may differ, and a worker that left no words may have had the same.
     """
     codes, words = zip(*((code, said) for code, _, said in (each.partition(": ") for each in starts)), strict=True)
-    return len(set(codes)) == 1 and len({re.sub(r"\S*\d\S*", "#", each) for each in words if each}) <= 1
+    return len(set(codes)) == 1 and len({re.sub(r"0x[0-9a-f]+|\d+", "#", each) for each in words if each}) <= 1
 
 
 def _failed(current: RoundDocument, reason: str) -> Decision:

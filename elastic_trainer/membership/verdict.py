@@ -20,7 +20,16 @@ from itertools import pairwise
 from typing import Final
 
 from elastic_trainer.errors import EXIT_LEFT, EXIT_RESTARTED
-from elastic_trainer.membership.documents import Batch, Clue, ClueKind, Incident, MachineFault, NodeHealth, Verdict
+from elastic_trainer.membership.documents import (
+    ACCEPTS,
+    Batch,
+    Clue,
+    ClueKind,
+    Incident,
+    MachineFault,
+    NodeHealth,
+    Verdict,
+)
 from elastic_trainer.model import Advice, Cause, Certainty, Culprit, Place, signal_name
 from elastic_trainer.wording import named
 
@@ -413,7 +422,7 @@ def _of_signal(found: _Finding, clue: Clue) -> _Finding:
         culprit = by_place.get(clue.place, Culprit.SCRIPT)
         if name == "SIGBUS" and _SHARED_MEMORY.search(clue.text):
             culprit = Culprit.MEMORY
-        return replace(found, culprit=culprit, machine=clue.place not in by_place)
+        return replace(found, culprit=culprit, machine=clue.place is not Place.DATA)
     if name in _ASKED:
         return replace(found, culprit=Culprit.SCHEDULER, certainty=Certainty.LIKELY, alike=False)
     return replace(found, culprit=Culprit.OUTSIDE, alike=False)
@@ -543,7 +552,9 @@ def _node_lost(case: Case) -> _Finding:
     if any(part >= FULL for _, part in full):
         what = f"{incident.reason}: {told[0]}"
         return replace(found, culprit=Culprit.MEMORY, what=what, certainty=Certainty.LIKELY, evidence=told)
-    silent = re.search("did not answer|does not answer|answered nothing", incident.reason)
+    silent = "did not answer" in incident.reason or "answered nothing" in incident.reason
+    unheard = [name for name in names if re.search(rf"node {name} does not answer (?![^;]*{ACCEPTS})", incident.reason)]
+    silent |= bool(names) and len(unheard) == len(names)
     culprit = Culprit.MACHINE if silent else Culprit.OUTSIDE
     if len(names) > 1 and len(names) == len(case.nodes):
         culprit = Culprit.SCHEDULER  # whatever they share: a rack's power, a job that was cancelled

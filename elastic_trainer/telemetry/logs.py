@@ -184,7 +184,9 @@ def _record(error: ElasticTrainerError, sentence: str) -> None:
     with contextlib.suppress(ConfigError, OSError):
         file = worker_environment().error_file
         if file is not None:
-            file.write_text(json.dumps(report))
+            part = file.with_name(f"{file.name}.part")
+            part.write_text(json.dumps(report))
+            part.replace(file)  # torchrun fails on half a file
 
 
 class _ErrorHook:

@@ -483,15 +483,23 @@ def _record(error: BaseException, own: int) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not file or os.path.exists(file) or os.getpid() != own:
         return
-    words = str(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-    more = {"timestamp": str(int(time.time()))}
-    ours = any(each.__module__ == "elastic_trainer.errors" for each in type(error).__mro__)
-    if not ours and not isinstance(error, SystemExit):  # whose words say all
-        more["py_callstack"] = "".join(traceback.format_exception(error))
-    with contextlib.suppress(OSError), open(file, "w") as stream:
-        json.dump({"message": {"message": words, "extraInfo": more}}, stream)
+    with contextlib.suppress(Exception):  # such as one of the error's own __str__
+        words = str(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        more = {"timestamp": str(int(time.time()))}
+        if not isinstance(error, SystemExit):  # whose words say all
+            more["py_callstack"] = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
+        report = json.dumps({"message": {"message": words[:_LONGEST_WORDS], "extraInfo": more}})
+        part = Path(f"{file}.part")
+        try:
+            part.write_text(report)
+            part.replace(file)  # torchrun fails on half a file
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
 
+_LONGEST_WORDS = 4_000
+_LONGEST_TRACE = 64_000
 TITLE = "elastic-trainer: template of processes"
 EXIT_ORPHAN = 75
 COMPILERS = ("torch._inductor.compile_fx", "elastic_trainer.warm.compiling")

@@ -69,6 +69,10 @@ _PREVIOUS: Final[list[HeartbeatReporter]] = []
 """The last reporter opened in this process."""
 
 
+_CRASHES_TO: Final[list[IO[bytes]]] = []
+"""The file to which faulthandler writes the stacks of a fatal signal, if this module has told it to."""
+
+
 class HeartbeatReporter:
     """Writes the page. ``age_s`` is the age of the process."""
 
@@ -95,8 +99,6 @@ class HeartbeatReporter:
         self._device: torch.device | None = None
         self._knows_mean = False
         self._stacks: IO[bytes] | None = None
-        self._tells_crashes = False
-        """Whether a fatal signal has the stacks written there."""
         self.closed_at = now
         self.reached = 0
         """The newest step that any rank had committed before: steps up to it are repeated work."""
@@ -139,9 +141,10 @@ class HeartbeatReporter:
             try:  # the agent requests stacks by signal; a C handler writes them even while the interpreter is blocked
                 tracker._stacks = page.path.with_suffix(".stacks").open("wb")
                 faulthandler.register(SIGNAL, tracker._stacks, all_threads=True, chain=False)
-                if not signal_state(os.getpid())[0] & CRASHES:  # the script, or a JVM in it, handles them itself
+                # The script, or a JVM in it, may handle them itself, and may begin to do so later: never undo it.
+                if _CRASHES_TO or not signal_state(os.getpid())[0] & CRASHES:
                     faulthandler.enable(tracker._stacks)
-                    tracker._tells_crashes = True
+                    _CRASHES_TO[:] = [tracker._stacks]
             except (OSError, ValueError, RuntimeError, AttributeError) as error:
                 logger().info("stacks.unavailable", error=str(error))
         return tracker
@@ -152,9 +155,11 @@ class HeartbeatReporter:
         return bool(_PREVIOUS) and _PREVIOUS[-1] is self
 
     def disown(self) -> None:
-        """In a forked child: stop writing, since the page is the parent's."""
+        """In a forked child: stop writing, since the page and the file for stacks are the parent's."""
         self.page = PageWriter.private()
-        self._ignore_crashes()
+        if self._stacks is not None:
+            with suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stacks.fileno())
         _PREVIOUS.clear()
 
     def close(self) -> None:
@@ -163,14 +168,9 @@ class HeartbeatReporter:
         self.beat()
         if self._stacks is not None:
             faulthandler.unregister(SIGNAL)
-            self._ignore_crashes()
-            self._stacks.close()
+            if self._stacks not in _CRASHES_TO:
+                self._stacks.close()
             self._stacks = None
-
-    def _ignore_crashes(self) -> None:
-        if self._tells_crashes:
-            faulthandler.disable()
-            self._tells_crashes = False
 
     # ---- identity of this worker
 

@@ -182,7 +182,7 @@ class Incidents:
         agreed_at = current.agreed_at if following is not None else now
         cause, nodes, ranks = _changed(ended, following)
         reason = (following.reason if following is not None else "") or ended.reason
-        if cause is Cause.NODE_LOST and any(ended.accuses(node) for node in nodes):
+        if cause is Cause.NODE_LOST and ended.reason not in reason and any(map(ended.accuses, nodes)):
             reason = f"{reason}: {ended.reason}"  # how it was found: it is silent, or its agent is dead
         before_s = detect_s = 0.0  # without a step before the round was formed, and from then on until it ended
         if current.formed_at is not None:

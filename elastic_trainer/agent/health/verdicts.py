@@ -205,9 +205,14 @@ def _with_details(text: str, fault: Mapping[str, Any]) -> str:
 
 def _crashed(reading: Reading | None) -> dict[str, Any]:
     """Where a fatal signal ended a worker, as that would note it of an exception."""
-    files, at = stack_of(reading.crash) if reading is not None else ([], "")
-    place = place_of(files)
-    return {"at": at, **({"place": place} if place is not Place.SCRIPT else {})} if files else {}
+    if reading is None:
+        return {}
+    files, at = _in_current(reading.crash)
+    if files:
+        place = place_of(files)
+        return {"at": at, **({"place": place} if place is not Place.SCRIPT else {})}
+    _, at = stack_of(reading.crash)
+    return {"at": f"{at} (main thread)"} if at else {}  # a thread crashed that runs no Python
 
 
 def _fault(fault: Mapping[str, Any], reading: Reading | None) -> dict[str, Any]:
@@ -244,13 +249,22 @@ def stack_of(stacks: str) -> tuple[list[str], str]:
 
     ``stacks`` is what faulthandler or py-spy has written.
     """
+    found = _in_current(stacks)
+    if found[0]:
+        return found
+    threads = stacks.split("Thread ")[1:]  # without the current one's frames; faulthandler names the main thread last
+    return _frames(next((part for part in threads if "MainThread" in part), threads[-1] if threads else ""))
+
+
+def _in_current(stacks: str) -> tuple[list[str], str]:
+    """The same of the thread that wrote them, or crashed; nothing if it runs no Python."""
     _, current, rest = stacks.rpartition("Current thread ")
-    if not current:
-        threads = stacks.split("Thread ")[1:]
-        # Of a crash in a thread without Python: the main thread comes last.
-        rest = next((part for part in threads if "MainThread" in part), threads[-1] if threads else "")
-    rest = re.split(r"\n\s*\nThread |\nThread ", rest)[0]
-    frames = [(m[1] or m[5], m[2] or m[6], m[3] or m[4]) for m in _FRAME.finditer(rest)]
+    return _frames(rest) if current else ([], "")
+
+
+def _frames(stack: str) -> tuple[list[str], str]:
+    stack = re.split(r"\n\s*\nThread |\nThread ", stack)[0]
+    frames = [(m[1] or m[5], m[2] or m[6], m[3] or m[4]) for m in _FRAME.finditer(stack)]
     mine = next(((file, line, name) for file, line, name in frames if is_script(file)), None)
     at = f"{Path(mine[0]).name}:{mine[1]} in {mine[2]}" if mine is not None else ""
     return [file for file, _, _ in frames], at

@@ -183,7 +183,10 @@ def _written(own: Path | None) -> str:
 _CAUSE: Final = "The above exception was the direct cause of the following exception:"
 _CONTEXT: Final = "During handling of the above exception, another exception occurred:"
 _FRAME: Final = re.compile(r'^  File "([^"\n]+)", line (\d+)(?:, in (.+))?$', re.MULTILINE)
-_RAISED: Final = re.compile(r"^([\w.]+)(?:: (.*))?$", re.MULTILINE)
+_UNINDENTED: Final = re.compile(r"^\S.*$", re.MULTILINE)
+_RAISED: Final = re.compile(r"([\w.<>]+)(?:: (.*))?")
+_OF_COLLECTIVES: Final = re.compile(r"torch\.distributed\.(?:Dist\w*Error|QueueEmptyError)")
+_LONGEST_TRACE, _LONGEST_TYPE, _MOST_TYPES = 256_000, 150, 6
 
 
 def traceback_fault(text: str) -> dict[str, Any]:
@@ -191,24 +194,40 @@ def traceback_fault(text: str) -> dict[str, Any]:
 
     ``lost_peer``: it comes from a collective, which another rank has most likely ended. Empty if there is no traceback.
     """
-    types, files, at, because, lost = list[str](), list[str](), "", "", False
+    text = text[-_LONGEST_TRACE:]
+    types, files, at, because = list[str](), list[str](), "", ""
     for part in reversed(text.rpartition(_CONTEXT)[2].split(_CAUSE)):
-        frames = [(match[1], match[2], match[3]) for match in _FRAME.finditer(part)][::-1]
-        # The words come behind the last frame, whose line of code and marks are indented.
-        raised = _RAISED.search(part, max((match.end() for match in _FRAME.finditer(part)), default=len(part)))
-        if raised is None:
+        if (raised := _raised(part)) is None:
             break
-        kind, words = raised[1], raised[2] or ""
-        because = f"{kind.rpartition('.')[2]}: {words}"[:160] if types and words else because
-        types.append(kind)
+        kind, words = raised
+        because = f"{kind.rpartition('.')[2]}: {words}"[:_LONGEST_TYPE] if types and words else because
+        types.append(kind[:_LONGEST_TYPE])
+        frames = [(match[1], match[2], match[3]) for match in _FRAME.finditer(part)][::-1]
         files = [file for file, _, _ in frames] + files
         mine = next(((file, line, name) for file, line, name in frames if is_script(file)), None)
         at = f"{Path(mine[0]).name}:{mine[1]}" + (f" in {mine[2]}" if mine[2] else "") if mine is not None else at
-        of_torch = kind.startswith("torch.distributed.") and not torch_internals.OWN_DEVICE.search(words)
-        lost |= of_torch or (kind == "RuntimeError" and torch_internals.IN_GLOO.search(words) is not None)
     if not types:
         return {}
-    return {"types": types, "place": place_of(files), "at": at, "because": because, "lost_peer": lost}
+    # Also where a handler of it failed itself.
+    every = [found for part in re.split(f"{_CAUSE}|{_CONTEXT}", text) if (found := _raised(part)) is not None]
+    lost = any(_lost_peer(*each) for each in every)
+    place, at = place_of(files), at[:LONGEST_LINE]
+    return {"types": types[:_MOST_TYPES], "place": place, "at": at, "because": because, "lost_peer": lost}
+
+
+def _raised(part: str) -> tuple[str, str] | None:
+    """Type and words of the exception in one part of a traceback: the first line behind the last frame that is not
+    indented, as the frame's code and marks are."""
+    end = max((match.end() for match in _FRAME.finditer(part)), default=len(part))
+    line = _UNINDENTED.search(part, end)
+    found = _RAISED.fullmatch(line[0]) if line is not None else None
+    return (found[1], found[2] or "") if found is not None else None
+
+
+def _lost_peer(kind: str, words: str) -> bool:
+    if _OF_COLLECTIVES.fullmatch(kind):
+        return torch_internals.OWN_DEVICE.search(words) is None
+    return kind == "RuntimeError" and torch_internals.IN_GLOO.search(words) is not None
 
 
 def write_termination_message(reason: str, file: Path = TERMINATION_LOG) -> None:
@@ -288,8 +307,8 @@ class StartupWatch:
         what = described(failures)
         if self._got_past or not what:
             return None
-        before = self._last.count if self._last is not None and alike({self._last.what, what}) else 0
-        self._last = FalseStart(what, before + 1)
+        last = self._last if self._last is not None and alike({self._last.what, what}) else FalseStart("", 0)
+        self._last = FalseStart(max(what, last.what, key=len), last.count + 1)
         return self._last
 
     @property

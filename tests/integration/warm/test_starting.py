@@ -121,6 +121,8 @@ def test_a_fork_ends_as_a_fresh_process_ends(tmp_path: Path, runner: Runner) -> 
         (ENDS["mistake"], "StorageError: full"),
         (ENDS["code"], None),
         ("import os\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('mine')\nraise ValueError('x')", "mine"),
+        ("class E(Exception):\n  def __str__(self): return 1 / 0\nraise E", None),
+        ("import resource as r\nr.setrlimit(r.RLIMIT_FSIZE, (64, 64))\nraise ValueError('a full disk')", None),
         ("import os\nif os.fork() == 0: raise ValueError('of a child')\nos.wait()", None),
     ],
 )

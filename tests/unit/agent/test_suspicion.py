@@ -220,12 +220,16 @@ class Line:
     clock: ManualClock
     asked: dict[str, float] = field(default_factory=dict)
     heard: list[PeerReply] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
     frozen_s: float = 0.0
     """For how long this node stands still while it listens next."""
 
     @property
     def open(self) -> dict[str, float]:
         return dict(self.asked)
+
+    def accepts(self, node: str) -> bool:
+        return node in self.accepted
 
     def ask(self, node: str, address: Address) -> None:
         self.asked.setdefault(node, self.clock.monotonic())
@@ -282,6 +286,11 @@ def test_who_answers_too_late_is_suspected() -> None:
     assert found is not None
     assert found.nodes == (node("c", ord("c"), mod=7).ghost,)
     assert found.reason.startswith("node c does not answer its peer a at 127.0.0.1:1 (0.2")
+    assert found.reason.endswith(" s)")
+    around.line.accepted = ["c"]
+    found = around.peers.suspects(around.clock.monotonic(), 0.0)
+    assert found is not None
+    assert found.reason.endswith(" s), though its machine accepts connections")
     assert Around().after(0.01, "c", dead=True) == ["c"]
 
 

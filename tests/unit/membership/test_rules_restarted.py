@@ -108,6 +108,16 @@ def test_a_script_that_cannot_start_anywhere_ends_the_run_the_second_time() -> N
         assert show_false_starts(running(), 5, **what) == "all is well"
 
 
+def test_how_a_script_failed_is_told_as_far_as_all_have_said_it() -> None:
+    """Numbers may differ from node to node; types and names may not."""
+    said = {"a": "exit code 2: KeyError: 'run-1'", "b": "exit code 2: KeyError: 'run-2'"}
+    alike = SENTENCE.replace("(exit code 2)", f"({said['a']})")
+    assert show_false_starts(running(), 1, **said, c="exit code 2: KeyError: 'run-3'") == f"break 1: {alike}"
+    assert show_false_starts(running(), 1, **said, c="exit code 2") == f"break 1: {SENTENCE}"
+    for other in ("exit code 2: KeyError: 'lr'", "exit code 2: OSError: 'run-3'", "exit code 3: KeyError: 'run-3'"):
+        assert show_false_starts(running(), 5, **said, c=other) == "all is well"
+
+
 def test_in_place_it_ends_the_run_before_there_is_any_round() -> None:
     """Workers that open no Session come to none; as many nodes as a round needs must show the same, twice."""
     gathering = Scene().show(*(node(name, i + 1, state=NodeState.WARMING) for i, name in enumerate(MEMBERS)))

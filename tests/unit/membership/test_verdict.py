@@ -8,6 +8,7 @@ import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.membership.documents import (
+    ACCEPTS,
     Batch,
     Clue,
     ClueKind,
@@ -236,6 +237,21 @@ def test_a_lost_node_whose_memory_was_full_ran_out_of_it() -> None:
 
     assert judged(incident=lost, health=last(99)).culprit is Culprit.MEMORY
     assert judged(incident=lost, health=last(50)).culprit is Culprit.OUTSIDE
+
+
+@pytest.mark.parametrize(
+    ("found", "culprit"),
+    [
+        ("node b does not answer its peer a at 10.0.0.2:4000 (0.22 s)", Culprit.MACHINE),
+        (f"node b does not answer its peer a at 10.0.0.2:4000 (0.22 s), {ACCEPTS}", Culprit.OUTSIDE),
+        ("the agent of node b is dead", Culprit.OUTSIDE),
+        ("node c does not answer its peer a at 10.0.0.3:4000 (0.22 s)", Culprit.OUTSIDE),
+    ],
+)
+def test_a_node_of_which_nothing_is_heard_is_a_machine_that_failed(found: str, culprit: Culprit) -> None:
+    """One that is frozen still accepts connections."""
+    lost = incident(reason=f"node b was lost: {found}", cause=Cause.NODE_LOST, nodes=("b",))
+    assert judged(incident=lost).culprit is culprit
 
 
 def test_a_lost_node_that_was_told_to_leave_is_no_fault() -> None:

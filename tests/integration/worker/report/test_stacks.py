@@ -27,21 +27,34 @@ stuck_in_this_very_function()
 
 
 CRASH = """
-import ctypes, faulthandler, os, sys
+import ctypes, faulthandler, os, sys, threading, time
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.report import HeartbeatReporter
 way = sys.argv[2]
 if way == "own":
     faulthandler.enable()
-elif way == "jvm":
-    libc, handler = ctypes.CDLL(None), ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: os._exit(3))
+libc, handler = ctypes.CDLL(None), ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: os._exit(3))
+if way == "earlier":
     libc.signal(11, handler)
 tracker = HeartbeatReporter.open(worker_environment(dict(os.environ, ELASTIC_TRAINER_PAGES=sys.argv[1])))
 def crash_in_this_very_function():
     if way == "child":
         tracker.disown()
-    elif way == "closed":
+    elif way == "later":
+        libc.signal(11, handler)
+    if way in ("closed", "later", "again"):
         tracker.close()
+    if way == "again":
+        HeartbeatReporter.open(worker_environment(dict(os.environ, ELASTIC_TRAINER_PAGES=sys.argv[1])))
+    if way == "threads":
+        def deep(depth):
+            if depth:
+                deep(depth - 1)
+            else:
+                time.sleep(60)
+        for _ in range(8):
+            threading.Thread(target=deep, args=(90,), daemon=True).start()
+        time.sleep(1)
     ctypes.string_at(0)
 if way == "child":
     child = os.fork()
@@ -102,12 +115,13 @@ def test_a_process_that_handles_no_such_signal_is_not_ended_by_being_asked(
     assert stacks_of(process.pid, tmp_path / "0-1.page").startswith("none")
 
 
-@pytest.mark.parametrize("way", ["plain", "own", "jvm", "child", "closed"])
+@pytest.mark.parametrize("way", ["plain", "threads", "own", "earlier", "later", "child", "closed", "again"])
 def test_a_crash_says_where_it_was_unless_the_script_has_taken_that_over(tmp_path: Path, way: str) -> None:
     """A child's is not its parent's. Who handles such signals itself goes on to do so, such as a JVM in the process."""
     command = [sys.executable, "-c", CRASH, str(tmp_path), way]
     ended = subprocess.run(command, stderr=subprocess.PIPE, timeout=LIMIT_S, check=False)
-    assert ended.returncode == {"child": 0, "jvm": 3}.get(way, -signal.SIGSEGV)
-    (page,) = tmp_path.glob("*.page")
-    assert ("in crash_in_this_very_function" in crash_of(page)) == (way == "plain")
+    assert ended.returncode == {"child": 0, "earlier": 3, "later": 3}.get(way, -signal.SIGSEGV)
+    page = max(tmp_path.glob("*.page"))
+    told = way in ("plain", "threads", "closed", "again")
+    assert ("in crash_in_this_very_function" in crash_of(page)) == told
     assert (b"in crash_in_this_very_function" in ended.stderr) == (way == "own")

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_trainer.agent.health.incidents import SILENT_S, Incidents
 from elastic_trainer.ipc.page import Reading
-from elastic_trainer.membership.documents import Incident, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.documents import Ghost, Incident, RoundDocument, RoundState, RunResult
 from elastic_trainer.model import Cause, Phase
 from tests.unit.agent.readings import reading, round_of
 
@@ -121,16 +121,20 @@ def test_a_worker_that_is_killed_is_one_incident() -> None:
     assert len(run.told) == 1
 
 
+@pytest.mark.parametrize("silent", [True, False])
 @pytest.mark.parametrize(("killed", "rank", "teller"), [("b", 1, "a"), ("a", 0, "b")])
-def test_a_node_that_is_killed_is_named_with_its_ranks(killed: str, rank: int, teller: str) -> None:
-    """The end of rank 0's node is reported by the next rank 0's."""
+def test_a_node_that_is_killed_is_named_with_its_ranks(killed: str, rank: int, teller: str, silent: bool) -> None:
+    """The end of rank 0's node is reported by the next rank 0's, with how it was found if somebody asked it in vain."""
     run = trained("a", "b", "c")
     del run.nodes[killed]
-    run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.CONTACT_LOST), 1.0)
+    found = f"node {killed} does not answer" if silent else "ranks lost each other"
+    ghosts = (Ghost(node=killed, mod_revision=1),) if silent else ()
+    run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.CONTACT_LOST, reason=found, ghosts=ghosts), 1.0)
     run.see(round_of(2, *run.nodes, cause=Cause.NODE_LOST, reason=f"node {killed} was lost"), 1.0)
     run.look(stepping(2, 11, run.now + 1.0), after_s=1.0)
     by, incident = run.only
     assert (by, incident.cause, incident.nodes, incident.ranks) == (teller, Cause.NODE_LOST, (killed,), (rank,))
+    assert incident.reason == f"node {killed} was lost" + (f": {found}" if silent else "")
     assert (incident.world_before, incident.world_after) == (3, 2)
 
 

@@ -19,6 +19,7 @@ from elastic_trainer.agent.health.verdicts import (
     VerdictLimits,
     VerdictPorts,
     Verdicts,
+    _place_by_phase,
     collective_of,
     earlier,
     ensure_healthy,
@@ -95,18 +96,23 @@ def test_who_lost_its_peers_says_so() -> None:
 
 
 def test_a_crash_becomes_a_clue_with_the_line_of_the_script() -> None:
-    """The main thread's, if the one that crashed runs no Python: it is the last one."""
-    first, second = (part.partition("\n")[2] for part in STACKS.split("\n\n"))
-    for crash in (
-        STACKS,
-        f"Thread 0x1 (most recent call first):\n{first}\n\nThread 0x2 (most recent call first):\n{second}",
+    """The main thread's, if the one that crashed runs no Python: it is the last one, and what it did is no cause."""
+    other, main = (part.partition("\n")[2] for part in STACKS.split("\n\n"))
+    head = "Thread 0x{} (most recent call first):\n{}"
+    threads = "\n\n".join((head.format(1, other), head.format(2, main)))
+    without = f"Current {head.format(9, '  <no Python frame>')}".replace("Thread", "thread")
+    by_phase = _place_by_phase(reading())
+    for crash, at, place in (
+        (STACKS, "train.py:31 in batches", Place.DATA),
+        (threads, "train.py:31 in batches (main thread)", by_phase),
+        (f"{without}\n\n{threads}", "train.py:31 in batches (main thread)", by_phase),
     ):
         known = clues()
         last = replace(reading(), crash=f"Aborted\n\n{crash}")
         known.died([Death(2, 0, 7, -6, False, "was killed by SIGABRT")], {7: last}, 4)
         (found,) = known.all()
-        assert found.text == "rank 2 on a was killed by SIGABRT, at train.py:31 in batches"
-        assert (found.place, found.at) == (Place.DATA, "train.py:31 in batches")
+        assert found.text == f"rank 2 on a was killed by SIGABRT, at {at}"
+        assert (found.place, found.at) == (place, at)
 
 
 def test_only_the_newest_clues_are_kept_and_each_once() -> None:

@@ -7,7 +7,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worker, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.utils.store import barrier
@@ -119,14 +120,17 @@ class Launcher(LocalElasticAgent):
         return local_workers(), error_outputs()
 
 
-def test_the_launcher_is_found_up_the_stack() -> None:
+def test_the_launcher_is_found_up_the_stack(tmp_path: Path) -> None:
     nobody: Any = None
     spec = WorkerSpec(role="trainer", local_world_size=4, rdzv_handler=nobody, entrypoint="none", max_restarts=7)
     launcher = Launcher(spec)
     assert launcher.called() == (spec, {})
-    redirected: Any = SimpleNamespace(stderrs={0: "", 1: "/tmp/1/stderr.log"})  # as of torchrun's --redirects
-    launcher._pcontext = redirected
-    assert launcher.called()[1] == {1: Path("/tmp/1/stderr.log")}
+    for redirects in (Std.ERR, Std.OUT):
+        logs = DefaultLogsSpecs(str(tmp_path), redirects)
+        names = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0"}
+        launcher._pcontext = SubprocessContext("trainer", "true", {0: ()}, {0: names}, logs)
+        files = launcher.called()[1]
+        assert [each.name for each in files.values()] == (["stderr.log"] if redirects is Std.ERR else [])
     assert error_outputs() == {}
     with pytest.raises(ConfigError, match="start the job with torchrun"):
         local_workers()

@@ -89,6 +89,8 @@ def test_an_abort_has_the_words_of_its_exception(tmp_path: Path, wrote: str, tol
         assert [each.text.endswith("SIGABRT") for each in both] == [True, True], "nobody knows whose words they are"
 
 
+PIPELINING = "torch.distributed.pipelining._utils.PipeliningMetadataError"
+CLEANS = "raise ValueError('cannot clean up')"
 TRIED = "try: {}['lr']\nexcept KeyError"
 DIST = "import torch.distributed as d\nraise d.DistBackendError"
 
@@ -114,6 +116,21 @@ def raised(text: str) -> str:
         (f"{DIST}('uncorrectable ECC error')", ["torch.distributed.DistBackendError"], "", False),
         ("raise RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:535] closed')", ["RuntimeError"], "", True),
         ("raise RuntimeError('closed')", ["RuntimeError"], "", False),
+        # torch's own, but of no collective
+        (
+            "import torch.distributed.pipelining._utils as u\nraise u.PipeliningMetadataError('x')",
+            [PIPELINING],
+            "",
+            False,
+        ),
+        # whose handler failed itself
+        (
+            f"import torch.distributed as d\ntry: raise d.DistBackendError('x')\nexcept d.DistError: {CLEANS}",
+            ["ValueError"],
+            "",
+            True,
+        ),
+        ("def f():\n  class Bad(Exception): pass\n  return Bad\nraise f()('bad\\nfoo')", ["f.<locals>.Bad"], "", False),
     ],
 )
 def test_a_traceback_says_what_a_session_would(text: str, types: list[str], because: str, lost: bool) -> None:
@@ -131,6 +148,15 @@ def test_a_traceback_tells_data_from_script_and_may_be_none() -> None:
     wrong = '  File "/home/u/train.py", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n'
     assert traceback_fault(wrong)["at"] == "train.py:3"
     assert traceback_fault("") == traceback_fault("no luck") == {}
+    assert traceback_fault(raised("raise ExceptionGroup('several', [ValueError('a'), KeyError('b')])")) == {}
+
+
+def test_what_is_read_of_a_traceback_is_bounded() -> None:
+    """It goes into the store."""
+    body = "  try: raise ValueError('x' * 10_000) from error\n  except ValueError as e: error = e\n"
+    found = traceback_fault(raised(f"error = None\nfor n in range(200):\n{body}raise error"))
+    assert len(found["types"]) == 6
+    assert len(str(found)) < 1000
 
 
 def test_ranks_are_those_of_the_round() -> None:

@@ -34,7 +34,9 @@ def test_lives_that_end_alike_at_their_start_are_counted() -> None:
 def test_lives_that_fail_alike_may_differ_in_numbers_and_paths(tmp_path: Path) -> None:
     """And a worker whose words nobody kept may have failed like the others."""
     starts, counts = StartupWatch(ManualClock(), lambda port: False), []
-    for number, said in enumerate(("KeyError: 'run-1'", "KeyError: 'run-2'", "", "KeyError: 'lr'", "OSError: no")):
+    for number, said in enumerate(
+        ("KeyError: 'run-1'", "KeyError: 'run-2'", "", "KeyError: 'run-3'", "KeyError: 'lr'")
+    ):
         path = tmp_path / f"{number}.json"
         if said:
             path.write_text(json.dumps({"message": {"message": said, "extraInfo": {"timestamp": "1"}}}))
