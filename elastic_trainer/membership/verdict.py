@@ -553,8 +553,8 @@ def _node_lost(case: Case) -> _Finding:
         what = f"{incident.reason}: {told[0]}"
         return replace(found, culprit=Culprit.MEMORY, what=what, certainty=Certainty.LIKELY, evidence=told)
     silent = "did not answer" in incident.reason or "answered nothing" in incident.reason
-    unheard = [name for name in names if re.search(rf"node {name} does not answer (?![^;]*{ACCEPTS})", incident.reason)]
-    silent |= bool(names) and len(unheard) == len(names)
+    unheard = set(re.findall(rf"node (\S+) does not answer (?![^;]*{ACCEPTS})", incident.reason))
+    silent |= bool(names) and unheard.issuperset(names)
     culprit = Culprit.MACHINE if silent else Culprit.OUTSIDE
     if len(names) > 1 and len(names) == len(case.nodes):
         culprit = Culprit.SCHEDULER  # whatever they share: a rack's power, a job that was cancelled

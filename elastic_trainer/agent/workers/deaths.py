@@ -88,13 +88,10 @@ class Deaths:
             else:
                 how = f"ended with exit code {each.exitcode}"
             own = errors.get(each.local_rank)
-            why = said.get(each.pid, "") or self._aborted(each, own, alone=aborted == 1)
-            # Its last line says why it ended, but not why somebody ended it.
-            why = (
-                why
-                or " ".join((_recorded(each) or _written(own if each.exitcode > 0 else None)).split())[:LONGEST_LINE]
-            )
-            how += f": {why}" if why else ""
+            why = said.get(each.pid, "") or self._aborted(each, own, alone=aborted == 1) or _recorded(each)
+            if not why and each.exitcode > 0:
+                why = _written(own)  # the last line says why it ended, but not why somebody ended it
+            how += f": {' '.join(why.split())[:LONGEST_LINE]}" if why else ""
             fault = traceback_fault(_traceback(each))
             found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how, fault))
         self._read_to = self._ends()
