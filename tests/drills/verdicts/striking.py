@@ -86,7 +86,8 @@ class Struck(Job):
         if self.cloud is not None:
             options["preemption"] = f"gce@{self.cloud.url}"
         entry = [str(SCRIPT), str(directory), *fault.flags.split()]
-        super().__init__(directory, endpoint, run, least=1, most=3, options=options, entry=entry)
+        least = fault.start if fault.act == "begin" else 1  # a slow node is to fail at its start with the others
+        super().__init__(directory, endpoint, run, least=least, most=3, options=options, entry=entry)
 
     def __enter__(self) -> Self:
         if self.cloud is not None:
