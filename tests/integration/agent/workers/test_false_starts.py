@@ -48,9 +48,8 @@ def test_a_script_that_cannot_start_ends_the_run_at_once(
         for name in ("n0", "n1"):
             assert starts(tmp_path, name) == 2
             (sentence,) = [line for line in job.log(name).splitlines() if line.startswith("elastic-trainer: ")]
-            assert (
-                "the script fails at startup in the same way on all nodes (exit code 1), 2 times in a row" in sentence
-            )
+            why = "exit code 1: ModuleNotFoundError: No module named 'no_such_module'"
+            assert f"the script fails at startup in the same way on all nodes ({why}), 2 times in a row" in sentence
 
 
 @pytest.mark.timeout(200)
