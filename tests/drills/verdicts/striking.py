@@ -327,6 +327,8 @@ def play(fault: Labelled, directory: Path, endpoint: str, run: str) -> Outcome:
                 job.await_steps(5)
         if repeats:
             job.await_more(fault.times - 1)
+        if repeats and fault.ends:  # the one before may be told first
+            job.wait_for(lambda: job.told()[-1].next_round is None, f"the run does not end after {fault.name}")
         seen = SYSTEM.monotonic()
         at = -1 if repeats else known
         if (first_verdict := job.told()[at].verdict) is None or first_verdict.culprit is Culprit.UNKNOWN:
