@@ -247,6 +247,7 @@ class RoundMember(NamedTuple):
         return Incarnation(self.create_revision, self.life)
 
 
+FAILS_ALIKE: Final = "the script fails at startup in the same way on all nodes"
 ACCEPTS: Final = "though its machine accepts connections"
 """Of a node that does not answer: its processes are stopped, its machine lives."""
 

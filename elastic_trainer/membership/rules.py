@@ -33,6 +33,7 @@ from elastic_trainer.membership.cluster_view import (
     same_life,
 )
 from elastic_trainer.membership.documents import (
+    FAILS_ALIKE,
     Ghost,
     NodeRecord,
     NodeState,
@@ -180,7 +181,7 @@ def _false_start(records: list[NodeRecord], least: int) -> tuple[str, int]:
     if len(records) < least or not found or not all(found) or not alike(found):
         return "", 0
     said = min(found, key=lambda each: (": " in each, each))  # what all have said
-    what = f"the script fails at startup in the same way on all nodes ({said})"
+    what = f"{FAILS_ALIKE} ({said})"
     return what, min(record.false_starts for record in records)
 
 

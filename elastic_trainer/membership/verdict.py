@@ -22,6 +22,7 @@ from typing import Final
 from elastic_trainer.errors import EXIT_LEFT, EXIT_RESTARTED
 from elastic_trainer.membership.documents import (
     ACCEPTS,
+    FAILS_ALIKE,
     Batch,
     Clue,
     ClueKind,
@@ -260,8 +261,12 @@ def _read(case: Case, clues: Sequence[Clue]) -> _Finding:
     found = replace(found, nodes=nodes, ranks=ranks, evidence=evidence)
     if found.culprit is Culprit.SCHEDULER and case.incident.nodes:
         return replace(found, nodes=case.incident.nodes, ranks=case.incident.ranks)  # the others end because of it
+    told_so = case.incident.reason.startswith(FAILS_ALIKE)  # the nodes have, though a clue may still be on its way
+    if told_so:
+        nodes = tuple(sorted({*case.nodes, *nodes}))
+        found = replace(found, nodes=nodes)
     everywhere = len(case.nodes) > 1 and set(nodes) >= set(case.nodes)
-    if everywhere and found.alike:  # not all machines fail at once, in one way
+    if everywhere and (found.alike or told_so):  # not all machines fail at once, in one way
         culprit = found.culprit if found.culprit is not Culprit.MACHINE else Culprit.SCRIPT
         told = f"all {len(case.nodes)} nodes of the round report it alike"
         return replace(found, culprit=culprit, certainty=Certainty.CERTAIN, machine=False, evidence=(told, *evidence))

@@ -9,6 +9,7 @@ import pytest
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.membership.documents import (
     ACCEPTS,
+    FAILS_ALIKE,
     Batch,
     Clue,
     ClueKind,
@@ -227,6 +228,15 @@ def test_the_kernel_is_believed_if_its_node_failed() -> None:
     assert judged(crash("b", code=-9, text="SIGKILL"), memory).culprit is Culprit.MEMORY
     typo = clue("b", types=("NameError",), text="rank 1 on b ended with NameError: name 'x' is not defined")
     assert judged(typo, logged).culprit is Culprit.SCRIPT
+
+
+def test_what_all_nodes_have_reported_alike_is_no_machine_though_only_one_clue_has_come() -> None:
+    reason = f"{FAILS_ALIKE} (exit code 1: ImportError: x), 2 times in a row: see any node's log"
+    ended = incident(reason=reason, next_round=None)
+    found = judged(clue("b", types=("ImportError",)), incident=ended)
+    assert (found.culprit, found.nodes, found.advice) == (Culprit.SCRIPT, tuple(NODES), Advice.STOP)
+    alone = judged(clue("b", types=("ImportError",)), incident=incident())
+    assert (alone.culprit, alone.nodes) == (Culprit.MACHINE, ("b",))
 
 
 def test_a_lost_node_whose_memory_was_full_ran_out_of_it() -> None:
