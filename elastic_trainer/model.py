@@ -205,6 +205,17 @@ def is_script(file: str) -> bool:
     return not file.startswith(_PACKAGE) and not _NOT_OF_SCRIPTS.search(file)
 
 
+def line_of_script(frames: Iterable[tuple[str, int | str, str | None]]) -> str:
+    """The innermost frame of the script, ``train.py:31 in batches``; "" without one.
+
+    ``frames``: file, line and function of each, innermost first; a syntax error has no function.
+    """
+    for file, line, function in frames:
+        if is_script(file):
+            return f"{Path(file).name}:{line}" + (f" in {function}" if function else "")
+    return ""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Incarnation:
     """One life of one node's workers: the node key's create-revision and a count of worker starts."""

@@ -54,7 +54,7 @@ from elastic_trainer.membership.verdict import (
     kernel_culprit,
     sick,
 )
-from elastic_trainer.model import Advice, Culprit, Phase, Place, PreflightMode, is_script, place_of
+from elastic_trainer.model import Advice, Culprit, Phase, Place, PreflightMode, line_of_script, place_of
 from elastic_trainer.store.api import Put, Read, RunKeys, Store, machine_faults
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
@@ -265,9 +265,7 @@ def _in_current(stacks: str) -> tuple[list[str], str]:
 def _frames(stack: str) -> tuple[list[str], str]:
     stack = re.split(r"\n\s*\nThread |\nThread ", stack)[0]
     frames = [(m[1] or m[5], m[2] or m[6], m[3] or m[4]) for m in _FRAME.finditer(stack)]
-    mine = next(((file, line, name) for file, line, name in frames if is_script(file)), None)
-    at = f"{Path(mine[0]).name}:{mine[1]} in {mine[2]}" if mine is not None else ""
-    return [file for file, _, _ in frames], at
+    return [file for file, _, _ in frames], line_of_script(frames)
 
 
 # ---- NCCL's flight recorder (pytorch.org/tutorials/prototype/flight_recorder_tutorial): a pickle for each rank

@@ -35,7 +35,7 @@ from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import LONGEST_LINE
 from elastic_trainer.membership.rules import alike
-from elastic_trainer.model import is_script, place_of, signal_name
+from elastic_trainer.model import line_of_script, place_of, signal_name
 
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 """The file from which Kubernetes reads a container's termination message."""
@@ -201,8 +201,7 @@ def traceback_fault(text: str) -> dict[str, Any]:
         types.append(kind[:_LONGEST_TYPE])
         frames = [(match[1], match[2], match[3]) for match in _FRAME.finditer(part)][::-1]
         files = [file for file, _, _ in frames] + files
-        mine = next(((file, line, name) for file, line, name in frames if is_script(file)), None)
-        at = f"{Path(mine[0]).name}:{mine[1]}" + (f" in {mine[2]}" if mine[2] else "") if mine is not None else at
+        at = line_of_script(frames) or at
     if not types:
         return {}
     # Also where a handler of it failed itself.

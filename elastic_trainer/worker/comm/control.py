@@ -46,7 +46,7 @@ from elastic_trainer.errors import (
     StorageError,
     TransientError,
 )
-from elastic_trainer.model import is_script, place_of
+from elastic_trainer.model import line_of_script, place_of
 from elastic_trainer.telemetry.logs import complain, final_message, logger
 from elastic_trainer.worker.report import HeartbeatReporter
 
@@ -109,8 +109,7 @@ def origin(error: BaseException) -> dict[str, Any]:
         types.append(f"{name}[{code}]" if code else name)
         frames = [(frame.f_code, line) for frame, line in walk_tb(each.__traceback__)][::-1]
         files = [code.co_filename for code, _ in frames] + files  # the cause lies deeper
-        mine = next(((code, line) for code, line in frames if is_script(code.co_filename)), None)
-        at = f"{Path(mine[0].co_filename).name}:{mine[1]} in {mine[0].co_name}" if mine is not None else at
+        at = line_of_script((code.co_filename, line, code.co_name) for code, line in frames) or at
     return {"types": types, "place": place_of(files), "at": at[:LONGEST_LINE], "because": because}
 
 
