@@ -248,6 +248,7 @@ class RoundMember(NamedTuple):
 
 
 FAILS_ALIKE: Final = "the script fails at startup in the same way on all nodes"
+"""How a run ends whose script no node can start; verdicts read it."""
 ACCEPTS: Final = "though its machine accepts connections"
 """Of a node that does not answer: its processes are stopped, its machine lives."""
 

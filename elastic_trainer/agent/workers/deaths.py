@@ -88,12 +88,12 @@ class Deaths:
             else:
                 how = f"ended with exit code {each.exitcode}"
             own = errors.get(each.local_rank)
-            why = said.get(each.pid, "") or self._aborted(each, own, alone=aborted == 1) or _recorded(each)
+            recorded, trace = _recorded(each)
+            why = said.get(each.pid, "") or self._aborted(each, own, alone=aborted == 1) or recorded
             if not why and each.exitcode > 0:
                 why = _written(own)  # the last line says why it ended, but not why somebody ended it
             how += f": {' '.join(why.split())[:LONGEST_LINE]}" if why else ""
-            fault = traceback_fault(_traceback(each))
-            found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how, fault))
+            found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how, traceback_fault(trace)))
         self._read_to = self._ends()
         return found
 
@@ -157,19 +157,13 @@ def own_events(listed: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys
     return root / path.lstrip("/") / "memory.events"
 
 
-def _recorded(failure: ProcessFailure) -> str:
-    """The error message of a script whose main() has torch's @record."""
-    said: Any = failure.error_file_data.get("message")
-    said = said.get("message") if isinstance(said, dict) else None
-    return said if isinstance(said, str) else ""
-
-
-def _traceback(failure: ProcessFailure) -> str:
-    """And its traceback."""
-    said: Any = failure.error_file_data.get("message")
-    more = said.get("extraInfo") if isinstance(said, dict) else None
+def _recorded(failure: ProcessFailure) -> tuple[str, str]:
+    """What a worker left in torchrun's error file, as ours and torch's @record do: message and traceback."""
+    report: Any = failure.error_file_data.get("message")
+    said = report.get("message") if isinstance(report, dict) else None
+    more = report.get("extraInfo") if isinstance(report, dict) else None
     trace = more.get("py_callstack") if isinstance(more, dict) else None
-    return trace if isinstance(trace, str) else ""
+    return said if isinstance(said, str) else "", trace if isinstance(trace, str) else ""
 
 
 def _written(own: Path | None) -> str:
@@ -332,6 +326,6 @@ def described(failures: Mapping[int, ProcessFailure]) -> str:
     if not failures or any(each.exitcode <= 0 for each in failures.values()):
         return ""
     first = failures[min(failures)]
-    said = _recorded(first)
+    said, _ = _recorded(first)
     text = f"exit code {first.exitcode}" + (f": {said}" if said else "")
     return text.partition("\n")[0][:_LONGEST]
